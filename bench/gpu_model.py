@@ -44,6 +44,7 @@ from speculative.decode import generate  # noqa: E402
 from speculative.decoder.responses import DecodeSettings, Timing  # noqa: E402
 from speculative.drafters.drafter import ModelDrafter  # noqa: E402
 from speculative.engine.fused.products import FEW_TOKENS  # noqa: E402
+from speculative.rules.rule import Rule  # noqa: E402
 from speculative.rules.sampling import GREEDY, SamplingSettings  # noqa: E402
 
 NUCLEUS = SamplingSettings(0.7, top_p=0.95)
@@ -128,7 +129,7 @@ def small_pair(target_layers: int = 1, draft_layers: int = 1) -> tuple[Any, Any]
 
 
 def settings_of(rule: str, sampling: SamplingSettings, gamma: int) -> DecodeSettings:
-    return DecodeSettings(sampling, gamma, rule, max_tokens=TOKENS)  # type: ignore[arg-type]
+    return DecodeSettings(sampling, gamma, Rule.named(rule), max_tokens=TOKENS)
 
 
 def per_layer(rows: int, gamma: int, runner: str) -> tuple[float, float]:

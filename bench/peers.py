@@ -39,6 +39,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 console = Console(width=150)
@@ -70,7 +71,7 @@ def chosen_prompts(target: Any, prompts: Sequence[list[int]], count: int, max_to
     Raises:
         UserError: there are fewer.
     """
-    settings = DecodeSettings(GREEDY, 0, "greedy", max_tokens, end_token_ids(target))
+    settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens, end_token_ids(target))
     found: list[list[int]] = []
     for start in range(0, len(prompts), 64):
         chunk = [(str(number), ids) for number, ids in enumerate(prompts[start : start + 64])]

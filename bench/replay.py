@@ -51,9 +51,9 @@ from speculative.errors import UserError
 from speculative.measure.cost import measure_costs, predicted_speed_up
 from speculative.measure.effects import Gain, effects_of_sums
 from speculative.measure.intervals import intervals_of_sums
-from speculative.measure.replay import agreement_of, block_variance, expected_blocks_of, law_of, texts_of
+from speculative.measure.replay import agreement_of, block_variance, expected_blocks_of, texts_of
 from speculative.measure.token_scores import score_tokens
-from speculative.rules.rule import draft_draws
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
@@ -98,7 +98,7 @@ class Bench:
 
     def settings(self, rule: str, gamma: int, seed: int = 0) -> DecodeSettings:
         sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
-        return DecodeSettings(sampling, gamma, rule, self.sizes.max_tokens, self.eos_ids, seed)  # type: ignore[arg-type]
+        return DecodeSettings(sampling, gamma, Rule.named(rule), self.sizes.max_tokens, self.eos_ids, seed)
 
     def live(self, prompts: Sequence[Prompt], settings: DecodeSettings) -> tuple[list[Response], float]:
         drafter = ModelDrafter(self.draft) if settings.gamma else None
@@ -144,21 +144,20 @@ def load_prompts(tokenizer: Any, chat: bool, count: int, longest: int) -> list[P
 
 def matched_text(bench: Bench, rule: str, gamma: int) -> dict[str, Any]:
     """One cell: blocks counted live against replay of the same text, round after round until the random draws average out."""
-    sizes, sampled = bench.sizes, draft_draws(rule)
+    sizes, sampled = bench.sizes, Rule.named(rule).draws
     tokens = counted = rounds = 0
     expected = variance = seconds = 0.0
-    law = law_of(rule, bench.settings(rule, gamma).sampling)
     while True:
         settings = bench.settings(rule, gamma, seed=rounds)
         first = rounds * 2 * sizes.batch % len(bench.prompts)
         chosen = (bench.prompts + bench.prompts)[first : first + 2 * sizes.batch]
         responses, spent = bench.live([(f"{key}, {row}", ids) for row, (key, ids) in enumerate(chosen)], settings)
         scores = score_tokens(bench.draft, responses, settings.sampling)
-        check = agreement_of(scores, law, [response.blocks for response in responses], gamma)
+        check = agreement_of(scores, settings.rule, [response.blocks for response in responses], gamma)
         tokens += sum(len(response.response_ids) for response in responses)
         counted += check.live_blocks
         expected += check.predicted_blocks
-        variance += block_variance(texts_of(scores, law), gamma).sum()
+        variance += block_variance(texts_of(scores, settings.rule), gamma).sum()
         seconds += spent
         rounds += 1
         error = variance**0.5 / expected
@@ -201,7 +200,7 @@ def equal_width(bench: Bench, texts: Sequence[Response], other: PreTrainedModel)
 
     def replayed(gammas: Sequence[int], draft: PreTrainedModel) -> tuple[np.ndarray, float]:
         began = time.perf_counter()
-        blocks_NK = expected_blocks_of(score_tokens(draft, texts, sampling), rule, gammas)
+        blocks_NK = expected_blocks_of(score_tokens(draft, texts, sampling), Rule.named(rule), gammas)
         return blocks_NK, time.perf_counter() - began
 
     tokens_P = np.array([len(text.response_ids) for text in texts])
@@ -245,8 +244,8 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
     sides = []
     for draft in (bench.draft, other):
         scores = score_tokens(draft, texts, settings.sampling)
-        accepted_N = np.array([text.accept_probs("sample").sum() for text in scores])
-        sides.append((accepted_N, expected_blocks_of(scores, "sample", (gamma,))[:, 0]))
+        accepted_N = np.array([text.accept_probs(Rule.named("sample")).sum() for text in scores])
+        sides.append((accepted_N, expected_blocks_of(scores, Rule.named("sample"), (gamma,))[:, 0]))
     pool_N3 = np.stack((tokens_N, *sides[0]), 1)
 
     def numbers_of(sums_C: np.ndarray) -> np.ndarray:
@@ -315,7 +314,7 @@ def speed(bench: Bench) -> list[dict[str, Any]]:
     cells = []
     for gamma in sizes.speed_gammas:
         texts = [own[gamma][0] for own in runs]
-        blocks = expected_blocks_of(score_tokens(bench.draft, texts, sampling), rule, (gamma,)).sum()
+        blocks = expected_blocks_of(score_tokens(bench.draft, texts, sampling), Rule.named(rule), (gamma,)).sum()
         tau = sum(len(text.response_ids) for text in texts) / float(blocks)
         measured = pooled[gamma] / pooled[0]
         predicted = costs.speed_up(gamma, tau)

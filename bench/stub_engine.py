@@ -118,7 +118,7 @@ class StubEngine:
         target: Target,
         drafter: Drafter | None,
         gamma: int,
-        rule: Rule,
+        rule: str,
         *,
         name: str,
         batch_size: int = 16,
@@ -244,7 +244,7 @@ class StubEngine:
         return DecodeSettings(
             sampling,
             self.gamma,
-            "greedy" if sampling.greedy else self.rule if self.gamma else "sample",
+            Rule.named("greedy" if sampling.greedy else self.rule if self.gamma else "sample"),
             most,
             (*ends, *value("stop_token_ids", tuple, ())),
             rules=rules if rules.active else None,

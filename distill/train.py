@@ -32,7 +32,7 @@ from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, shards_of
-from distill.training.signal import make_reference, make_teacher
+from distill.training.signal import make_teacher
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
@@ -157,11 +157,9 @@ def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer
     teacher = make_teacher(run, target, examples)
     online = teacher.teacher if isinstance(teacher, CapturingTeacher) else teacher
     online = online if isinstance(online, Teacher) else None
-    reference = make_reference(config.loss.weighting.reference, target)
     if config.train.packing is not None:
         # A store was made from padded rows, so it needs no check.
-        asked = [one.split for one in (online, reference) if one is not None]
-        for split in (SplitModel(module.inner), *asked):
+        for split in (SplitModel(module.inner), *([] if online is None else [online.split])):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
     batches = make_batches(run, target, data.prompts.train, examples, data.context, teacher, mask_token)
@@ -171,7 +169,7 @@ def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer
     batches.micro_batch_size = chosen_micro_batch(
         config.train, config.optim, run.accelerator, module, alone, batches.longest
     )
-    return Trainer(run, module, teacher, batches, target.tokenizer, data.provenance(), reference)
+    return Trainer(run, module, teacher, batches, target.tokenizer, data.provenance())
 
 
 def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path) -> None:

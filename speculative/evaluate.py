@@ -23,7 +23,6 @@ from speculative.measure.replay import (
     agreement_of,
     agreement_warning,
     expected_blocks_of,
-    law_of,
     predicted_blocks,
     shares_of,
     survival_sums,
@@ -151,11 +150,11 @@ def replay_sums(
     """The sums of these responses from one draft pass, or from `scores` if that pass was made."""
     if scores is None:
         scores = score_tokens(draft.model, texts, settings.sampling, offsets=draft.offsets(settings.gamma))
-    law = law_of(settings.rule, settings.sampling)
+    rule = settings.rule
     gammas = [*scored_gammas(scores, CURVE_GAMMAS), settings.gamma]
-    accepted_N = [float(own.accept_probs(law).sum()) for own in scores]
-    blocks_NK = expected_blocks_of(scores, law, gammas)
-    drafted_NJ, kept_NJ = survival_sums(scores, law, settings.gamma)
+    accepted_N = [float(own.accept_probs(rule).sum()) for own in scores]
+    blocks_NK = expected_blocks_of(scores, rule, gammas)
+    drafted_NJ, kept_NJ = survival_sums(scores, rule, settings.gamma)
     return ReplaySums(
         accepted_N, list(map(len, scores)), gammas, blocks_NK.tolist(), drafted_NJ.tolist(), kept_NJ.tolist()
     )
@@ -205,7 +204,7 @@ def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sum
         **whole.record(),
         tau=whole.replay[settings.gamma],
         tau_ci=ratio_with_interval(tokens_N, blocks_NK[:, -1], [one.prompt for one in heldout])[1],
-        rule=settings.rule,
+        rule=settings.rule.name,
         gamma=settings.gamma,
         # A domain of empty responses has nothing to judge.
         domains={name: numbers(indices) for name, indices in _by_domain(heldout).items() if tokens_N[indices].any()},
@@ -241,7 +240,7 @@ def decode_live(
     found = [LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses]
     if _has_law(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
-        predicted_N, variance_N = predicted_blocks(own, law_of(settings.rule, settings.sampling), settings.gamma)
+        predicted_N, variance_N = predicted_blocks(own, settings.rule, settings.gamma)
         for sums, predicted, variance in zip(found, predicted_N.tolist(), variance_N.tolist(), strict=True):
             sums.predicted, sums.variance = predicted, variance
     return found
@@ -290,7 +289,7 @@ def fresh_check(new_P2: np.ndarray, stored_P2: np.ndarray) -> FreshCheck:
 
 def _has_law(settings: DecodeSettings) -> bool:
     """Whether replay can predict blocks at these settings."""
-    return settings.active_rules is None and settings.tree is None and settings.lossy is None
+    return settings.active_rules is None and settings.tree is None and settings.rule.lossless
 
 
 def judge(
@@ -327,8 +326,7 @@ def judge(
     check = None
     if _has_law(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
-        law = law_of(settings.rule, settings.sampling)
-        check = agreement_of(own, law, [response.blocks for response in responses], settings.gamma)
+        check = agreement_of(own, settings.rule, [response.blocks for response in responses], settings.gamma)
     warnings = (agreement_warning(check), *speed_warnings(target, draft.model))
     found: dict[str, Any] = {
         **live_metrics(responses, settings.gamma),

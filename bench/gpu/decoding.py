@@ -21,6 +21,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import cached_model
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 ALPHA, GAMMA = 0.7, 5
@@ -47,7 +48,7 @@ TINY_PLAN = ((1, "greedy", "auto"), (4, "sample", "eager"))
 
 def settings_of(mode: str, gamma: int, max_tokens: int) -> DecodeSettings:
     sampling, rule = (GREEDY, "greedy") if mode == "greedy" else (SamplingSettings(1.0), "sample")
-    return DecodeSettings(sampling, gamma, rule, max_tokens)  # type: ignore[arg-type]
+    return DecodeSettings(sampling, gamma, Rule.named(rule), max_tokens)
 
 
 Run = tuple[int, int, Timing]  # tokens, blocks of all rows, where the time went

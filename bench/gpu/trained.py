@@ -25,6 +25,7 @@ from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.explain.losslessness import losslessness
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 SERVING = SamplingSettings(0.7, top_p=0.95)
@@ -49,7 +50,7 @@ def head_prompts(heldout: bool, count: int) -> list[Prompt]:
 
 def train(place: Place, target: Any, draft: Any, prompts: list[Prompt], seconds: float) -> int:
     """Distils the draft on the target's answers for so many seconds; the steps made."""
-    settings = DecodeSettings(SERVING, 0, "sample", 16 if place.tiny else LONGEST, end_token_ids(target))
+    settings = DecodeSettings(SERVING, 0, Rule.named("sample"), 16 if place.tiny else LONGEST, end_token_ids(target))
     answers, _ = decode(target, None, prompts, settings, batch_size=256)
     examples = [
         Example(
@@ -79,7 +80,9 @@ def trained_cells(place: Place) -> Iterator[dict[str, Any]]:
     target, draft = embedded_pair(place)
     few, gamma = (2, 2) if place.tiny else (32, 3)
     heldout = head_prompts(True, few)
-    speculative, alone = (DecodeSettings(SERVING, g, "sample", 16 if place.tiny else 64) for g in (gamma, 0))
+    speculative, alone = (
+        DecodeSettings(SERVING, g, Rule.named("sample"), 16 if place.tiny else 64) for g in (gamma, 0)
+    )
 
     def measure() -> dict[str, Any]:
         responses, _ = decode(target, ModelDrafter(draft), heldout, speculative)
@@ -112,7 +115,7 @@ def losslessness_cells(place: Place) -> Iterator[dict[str, Any]]:
             weight += 0.3 * weight.std() * torch.randn_like(weight)
     prompts = head_prompts(True, 2 if place.tiny else 12)
     for rule in ("sample", "block", "greedy-draft"):
-        settings = DecodeSettings(SERVING, 3, rule, 8 if place.tiny else 24, end_token_ids(target))  # type: ignore[arg-type]
+        settings = DecodeSettings(SERVING, 3, Rule.named(rule), 8 if place.tiny else 24, end_token_ids(target))
 
         def check(settings: DecodeSettings = settings) -> dict[str, Any]:
             samples, relabellings = (2, 3999) if place.tiny else (16, 9999)

@@ -51,7 +51,7 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, exported
     """
     verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
     drafting = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel")
-    rule = "sample" if config.judge_rule == "sample" else "greedy-draft"
+    rule = "sample" if config.judge_rule.draws else "greedy-draft"
     if engine == "stub":
         words = [str(STUB), config.target.path, draft, "--gamma", gamma, "--rule", rule]
         return [sys.executable, *words, "--drafting", drafting, "--port", port]

@@ -18,6 +18,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 HOME = Path(__file__).resolve().parent
@@ -49,7 +50,7 @@ class Ours:
         torch.set_num_threads(setting.threads)
         self.drafter = None if setting.draft is None else ModelDrafter(self.draft)
         self.batch = setting.batch
-        self.settings = DecodeSettings(GREEDY, setting.gamma, "greedy", setting.max_tokens, setting.eos_ids)
+        self.settings = DecodeSettings(GREEDY, setting.gamma, Rule.named("greedy"), setting.max_tokens, setting.eos_ids)
 
     def decode(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
         named = [(str(number), ids) for number, ids in enumerate(prompts)]

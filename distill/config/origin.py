@@ -9,7 +9,7 @@ from typing import Any
 
 from distill.config.layout import BEGAN
 
-PATH_KEYS = ("path", "reference", "served", "output")
+PATH_KEYS = ("path", "served", "output")
 
 
 def origin_of(run: Path) -> Path | None:

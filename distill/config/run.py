@@ -23,15 +23,12 @@ from distill.config.sections import (
 from distill.config.target import TargetConfig
 from speculative.rules.rule import Rule
 
-# The objective that loss.name: null stands for, by acceptance rule. docs/studies.md has the comparison: a certain gain on two of three pairs, no loss.
-DEFAULT_OBJECTIVE: dict[Rule, str] = {
-    "sample": "jsd",
-    "sample-untruncated": "jsd",
-    "greedy-draft": "lk_hybrid",
-    "greedy": "lk_hybrid",
-    "block": "lk_hybrid",
-}
 NEED_EACH_OTHER = "{} and {} need each other; set both or neither"
+
+
+def default_objective(rule: Rule) -> str:
+    """The objective that loss.name: null stands for. docs/studies.md has the comparison: a certain gain on two of three pairs, no loss."""
+    return "jsd" if rule.draws and not rule.joint else "lk_hybrid"
 
 
 def _of_training(c: "RunConfig") -> Iterator[str]:
@@ -46,11 +43,9 @@ def _of_training(c: "RunConfig") -> Iterator[str]:
         yield NEED_EACH_OTHER.format("student.architecture", "student.init: config")
     if c.train.packing is None and c.train.batch_size % (c.train.micro_batch_size or 1):
         yield "train.batch_size must be a multiple of train.micro_batch_size"
-    if c.selects and c.train.micro_batch_size is None:
-        yield "loss.weighting.name: selected chooses tokens within a micro-batch; set train.micro_batch_size"
     if c.loss.mix is not None and (not c.loss.mix or min(c.loss.mix.values()) <= 0):
         yield "loss.mix: needs at least one objective, and all weights above zero"
-    if (c.judge_rule == "greedy") != (c.serving.temperature == 0):
+    if c.judge_rule.greedy != (c.serving.temperature == 0):
         yield NEED_EACH_OTHER.format("judge.rule: greedy", "serving.temperature: 0")
     if len(set(c.judge.load)) < len(c.judge.load):
         yield "judge.load: each number of concurrent requests may be listed once"
@@ -59,9 +54,9 @@ def _of_training(c: "RunConfig") -> Iterator[str]:
             "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without "
             "target.endpoint"
         )
-    if (c.judge.lenience or c.judge.typical) and (c.serving.temperature == 0 or not c.decodes):
+    if c.judge.lenience and (c.serving.temperature == 0 or not c.decodes):
         yield (
-            "judge.lenience and judge.typical time sampled text; set serving.temperature above 0 and "
+            "judge.lenience times sampled text; set serving.temperature above 0 and "
             "judge.live: checkpoint or end, without target.endpoint"
         )
     if c.serving.batch_size > c.serving.shard_size:
@@ -81,11 +76,6 @@ def _of_blocks(c: "RunConfig") -> Iterator[str]:
         )
     if c.student.parallel and c.train.packing is not None:
         yield "student.parallel masks attention block by block and cannot pack; set train.packing to null"
-    if c.student.parallel and c.selects:
-        yield (
-            "loss.weighting.name: selected cannot be used with student.parallel, which trains each response "
-            "token several times; set it to none"
-        )
     if c.student.parallel and c.own_words:
         yield (
             "data.mix.student and .speculative draft token by token, which is not how student.parallel is "
@@ -135,41 +125,12 @@ def _of_targets(c: "RunConfig") -> Iterator[str]:
             "target cannot do; set data.mix.student and .speculative to 0 and another signal.source"
         )
     # Loss weights.
-    if c.selects != (c.loss.weighting.reference is not None):
-        yield NEED_EACH_OTHER.format("loss.weighting.reference", "loss.weighting.name: selected")
-    if c.loss.prompt_weight and c.selects:
-        yield (
-            "loss.prompt_weight: loss.weighting.name: selected chooses only among response tokens; set "
-            "loss.prompt_weight: 0"
-        )
     if c.loss.prompt_weight and c.behind():
         yield "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"
-    if c.loss.weighting.name in ("entropy", "selected") and c.only_ce:
+    if c.loss.weighting.name == "entropy" and c.only_ce:
         yield (
             f"loss.weighting.name: {c.loss.weighting.name} needs the target's probabilities, which loss ce does "
             "not use; set another loss.name"
-        )
-    if c.loss.warmup and c.loss.warmup.name == "accepted_length":
-        yield (
-            "loss.warmup.name: accepted_length has no useful gradient on an untrained draft; set another, e.g. "
-            "forward_kl"
-        )
-    if c.loss.mix and "accepted_length" in c.loss.mix:
-        yield (
-            "loss.mix: accepted_length sets its own token weights; remove it here or use loss.name: "
-            "accepted_length instead"
-        )
-    if c.credits_blocks and (c.own_words or c.data.mix.text):
-        yield "loss.name: accepted_length is only valid on the target's own text; set data.mix: {target: 1}"
-    if c.credits_blocks and c.student.parallel:
-        yield (
-            "loss.name: accepted_length is for drafts that propose token by token; with student.parallel set "
-            "another loss.name"
-        )
-    if c.credits_blocks and (c.loss.prompt_weight or c.loss.weighting.name != "none"):
-        yield (
-            "loss.name: accepted_length sets its own token weights; set loss.prompt_weight: 0 and "
-            "loss.weighting.name: none"
         )
 
 
@@ -203,12 +164,12 @@ class RunConfig(Section):
     @property
     def serving_rule(self) -> Rule:
         """The acceptance rule of the engine."""
-        return self.serving.rule or ("greedy" if self.serving.temperature == 0 else "sample")
+        return Rule.named(self.serving.rule) if self.serving.rule else Rule.usual(self.serving.temperature)
 
     @property
     def judge_rule(self) -> Rule:
         """The rule that picks the best checkpoint."""
-        return self.judge.rule or self.serving_rule
+        return Rule.named(self.judge.rule) if self.judge.rule else self.serving_rule
 
     @property
     def own_words(self) -> bool:
@@ -219,16 +180,6 @@ class RunConfig(Section):
     def only_ce(self) -> bool:
         """Whether no objective uses the target's probabilities."""
         return self.objective_names() == {"ce"}
-
-    @property
-    def credits_blocks(self) -> bool:
-        """Whether an objective counts blocks along the target's own text."""
-        return "accepted_length" in self.objective_names()
-
-    @property
-    def selects(self) -> bool:
-        """Whether only selected response tokens are trained on."""
-        return self.loss.weighting.name == "selected"
 
     def behind(self) -> bool:
         """Whether the target is at a server."""
@@ -255,7 +206,7 @@ class RunConfig(Section):
             return {warmup.name: 1.0}
         if self.loss.mix:
             return dict(self.loss.mix)
-        return {self.loss.name or DEFAULT_OBJECTIVE[self.serving_rule]: 1.0}
+        return {self.loss.name or default_objective(self.serving_rule): 1.0}
 
     @property
     def folder(self) -> Path:

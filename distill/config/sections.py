@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from data.prompts.prompt import PromptSource, Section, Template
 from speculative.errors import UserError
-from speculative.rules.rule import Rule
+from speculative.rules.rule import RuleName
 
 if TYPE_CHECKING:
     from speculative.rules.sampling import SamplingSettings
@@ -151,7 +151,7 @@ class DataConfig(Section):
 class ServingConfig(Section):
     """How the target is served. Its responses and all measurements use these settings."""
 
-    rule: Rule | None = None
+    rule: RuleName | None = None
     """acceptance rule of the engine, which also sets the default objective: sample, sample-untruncated
     (vLLM's sampled drafts), greedy-draft (the default of vLLM, SGLang and llama.cpp), greedy or block. null = greedy at
     temperature 0, else sample"""
@@ -192,23 +192,18 @@ class WarmupConfig(Section):
 class WeightingConfig(Section):
     """Weights of the response tokens. The loss is still divided by the number of response tokens."""
 
-    name: Literal["none", "entropy", "position", "selected"] = "none"
-    """entropy: weight 1 - exp(-entropy of the target in nats). position: later tokens weigh less. selected: only
-    the tokens where the draft is worst compared with `reference` (AdaSPEC)"""
+    name: Literal["none", "entropy", "position"] = "none"
+    """entropy: weight 1 - exp(-entropy of the target in nats). position: later tokens weigh less"""
     half_life: float = Field(64.0, gt=0)
     """position: response tokens after which the weight is halved"""
-    keep: float = Field(0.4, gt=0, le=1)
-    """selected: share of the response tokens to keep in each micro-batch"""
-    reference: str | None = None
-    """selected: a distilled draft to compare with (run folder or model directory)"""
 
 
 class LossConfig(Section):
     """The training loss, averaged over all response tokens of a step."""
 
     name: LossName | None = None
-    """training objective, one of distill/loss/definitions.py (accepted_length: expected accepted tokens of blocks
-    of judge.gamma). null = jsd for serving.rule sample, else lk_hybrid (docs/studies.md)"""
+    """training objective, one of distill/loss/definitions.py. null = jsd for serving.rule sample, else lk_hybrid
+    (docs/studies.md)"""
     warmup: WarmupConfig | None = None
     """another objective for the first steps, e.g. {name: forward_kl, ratio: 0.2}"""
     weighting: WeightingConfig = WeightingConfig()
@@ -283,7 +278,7 @@ class JudgeConfig(Section):
     """held-out prompts per judgement"""
     gamma: int = Field(5, ge=1, le=32)
     """drafted tokens per block"""
-    rule: Rule | None = None
+    rule: RuleName | None = None
     """acceptance rule that picks the best checkpoint; null = serving.rule"""
     live: Literal["checkpoint", "end", "never"] = "checkpoint"
     """when prompts are decoded live. Replay always picks the best checkpoint. checkpoint: some prompts at every
@@ -317,8 +312,6 @@ class JudgeConfig(Section):
     token-tree, early-exit, lookahead, adaptive-draft, ...; their tau is counted live"""
     lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
-    typical: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
-    """LOSSY ways to time: typical acceptance (Medusa) with these epsilons, e.g. [0.09]"""
 
     @property
     def served_paths(self) -> tuple[str, ...]:

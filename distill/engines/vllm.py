@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from distill.engines.protocol.counters import named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
 from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
-from speculative.rules.rule import UNTRUNCATED
 
 if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts, LoadRange
@@ -41,7 +40,7 @@ def _path_fault(path: str) -> str:
 
 def drawn_rule(facts: "EngineFacts") -> str:
     """The rule of sampled drafts, which vLLM draws at the temperature alone."""
-    return UNTRUNCATED if facts.sampling is not None and facts.sampling.truncates else "sample"
+    return "sample-untruncated" if facts.sampling is not None and facts.sampling.truncates else "sample"
 
 
 def sampled_drafts_win(facts: "EngineFacts") -> bool:

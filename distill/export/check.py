@@ -167,6 +167,6 @@ def outside_check(pair: Pair, exported: Path, gamma: int) -> OutsideCheck:
         gamma,
         trust_remote_code=target.config.trust_remote_code,
     )
-    settings = pair.settings.under("greedy", gamma)
+    settings = pair.settings.at_temperature_0(gamma)
     ours = live_metrics(decode(target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
     return OutsideCheck(theirs, ours["tau"], ours["tau_ci"])

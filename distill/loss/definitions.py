@@ -3,19 +3,17 @@
 Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, most_likely
 from speculative.rules.verify import accept_probability, draft_settings_for
 
-ACCEPTED_LENGTH = "accepted_length"  # depends on blocks, not on single rows: distill/loss/accepted.py
 UNTOUCHED = SamplingSettings()  # the model's own distribution
 # Objectives that need no target.
 WITHOUT_TARGET = {"ce"}
@@ -29,7 +27,7 @@ class Objective:
 
     The loss sees both distributions softened by `temperature`; there is no temperature-squared factor, so the gradient shrinks as
     the temperature grows. `serving` and `rule`: how a server samples and accepts; used for `acceptance` only, not for the loss.
-    `gamma`: drafted tokens of a block, for `accepted_length`. `chunk_tokens`: rows whose logits exist at once (None: chosen for the device).
+    `chunk_tokens`: rows whose logits exist at once (None: chosen for the device).
     """
 
     weights: Mapping[str, float]
@@ -38,11 +36,9 @@ class Objective:
     eta: float = 3.0
     chunk_tokens: int | None = None
     serving: SamplingSettings = UNTOUCHED
-    rule: Rule = "sample"
-    weighting: Literal["none", "entropy", "selected"] = "none"
-    keep: float = 0.4
+    rule: Rule = field(default=Rule.named("sample"))
+    weighting: Literal["none", "entropy"] = "none"
     compile: bool = False
-    gamma: int = 5
 
     def weight(self, name: str) -> float:
         """The weight of a named loss, 0 if it is not minimised."""
@@ -51,13 +47,13 @@ class Objective:
     @property
     def overlap_is_acceptance(self) -> bool:
         """Whether the overlap of the distributions in the loss equals the server's acceptance rate."""
-        return draft_draws(self.rule) and self.serving == SamplingSettings(self.temperature)
+        return self.rule.draws and self.serving == SamplingSettings(self.temperature)
 
 
 def acceptance(target_logits_NV: Tensor, student_logits_NV: Tensor, serving: SamplingSettings, rule: Rule) -> Tensor:
     """Probability that a server accepts the student's token: the overlap of both distributions under settings and rule. (N,)"""
-    target_NV = logits_to_probs(target_logits_NV, GREEDY if rule == "greedy" else serving)
-    student_NV = logits_to_probs(student_logits_NV, draft_settings_for(rule, serving) if draft_draws(rule) else GREEDY)
+    target_NV = logits_to_probs(target_logits_NV, GREEDY if rule.greedy else serving)
+    student_NV = logits_to_probs(student_logits_NV, draft_settings_for(rule, serving) if rule.draws else GREEDY)
     return torch.minimum(target_NV, student_NV).sum(-1)
 
 
@@ -69,7 +65,7 @@ def kept(
     min(1, student / target). If drafts take their argmax, or without target logits: 1 if the argmax is the token, else 0.
     A token with unknown target probability (0) counts as rejected.
     """
-    if target_logits_NV is None or not draft_draws(rule):
+    if target_logits_NV is None or not rule.draws:
         return (most_likely(student_logits_NV) == labels_N).to(student_logits_NV.dtype)
     student_N, target_N = (
         logits_to_probs(logits_NV, settings).gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
@@ -162,12 +158,6 @@ def ce(pair: Pair, objective: Objective) -> Tensor:
     return -pair.log_label_N
 
 
-@registered
-def accepted_length(pair: Pair, objective: Objective) -> Tensor:
-    """TV per row; the rows' weights make it the accepted length of blocks (`accepted.py`). (N,)"""
-    return tv(pair, objective)
-
-
 def mixed(objective: Objective, pair: Pair) -> Tensor:
     """Weighted sum of the named objectives. (N,)"""
     terms = [weight * OBJECTIVES[name](pair, objective) for name, weight in objective.weights.items() if weight]
@@ -197,10 +187,3 @@ def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
 def entropy_weight(entropy: Tensor) -> Tensor:
     """1 - exp(-entropy), between 0 (the target is certain) and 1 (it has many choices)."""
     return -torch.expm1(-entropy)
-
-
-def selected_rows(student_losses_N: Tensor, reference_losses_N: Tensor, keep: float) -> Tensor:
-    """Rows of the ceil(keep x N) largest student - reference losses, of equal ones the first; rising (AdaSPEC, arXiv 2510.19779). (n,)"""
-    count = math.ceil(keep * student_losses_N.numel())
-    order_N = (student_losses_N - reference_losses_N).argsort(descending=True, stable=True)
-    return order_N[:count].sort().values

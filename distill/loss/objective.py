@@ -7,7 +7,7 @@ peak memory is O(C x V). A step costs four products with a head: target forward,
 three with a stored signal. Inside a chunk, rows are processed in blocks small enough to stay in the cache.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.signals.signal import DenseSignal, Signal, TopKSignal
-from distill.loss import accepted
 from distill.loss import definitions as losses
 from distill.loss.chunk_heads import Head, OutputHead, Student, frozen_head_of, head_of, slices
-from distill.loss.definitions import ACCEPTED_LENGTH, Objective
+from distill.loss.definitions import Objective
 from distill.loss.rows import Rows, part_of, rows_of
 
 # Bytes of a chunk's logits. On a CPU the head's weights are read once per chunk, so a chunk has at least CPU_ROWS rows.
@@ -47,36 +46,18 @@ def chunked_loss(
     signal: Signal | None,
     labels_R: Tensor,
     weights_R: Tensor | None = None,
-    *,
-    reference: DenseSignal | None = None,
-    rows_R: Tensor | None = None,
 ) -> Scored:
     """Summed loss of R tokens, chunk by chunk. Its backward returns the gradients computed in the forward, once.
 
-    `weights_R` multiplies loss and gradient of each token. `rows_R`: the position of each token, for `accepted_length`.
-    `reference` is another draft's hidden states and head, for weighting `selected`: two forward KLs are computed without gradient,
-    then only the selected rows train; the overlap covers all rows.
-
-    Raises ValueError: an objective that does not work with the signal, or a weighting without its signal or reference.
+    `weights_R` multiplies loss and gradient of each token. Raises ValueError for an objective or weighting that needs a signal.
     """
-    refuse_impossible(objective, signal, reference)
-    measured = length = None
-    if objective.weighting == "selected":
-        kept_I, measured = _selected(objective, student, signal, labels_R, reference)
-        student, labels_R = student.rows(kept_I), labels_R[kept_I]
-        signal, weights_R = part_of(signal, kept_I), part_of(weights_R, kept_I)
-    if ACCEPTED_LENGTH in objective.weights:
-        assert rows_R is not None
-        length, weights_R = _length_weights(objective, student, signal, labels_R, rows_R)
+    refuse_impossible(objective, signal)
     parameters = student.head.parameters()
     # Gradients are off inside the function's forward, so check here whether the caller wants them.
     wants_gradient = torch.is_grad_enabled() and (student.hidden_RD.requires_grad or bool(parameters))
     sweep = _Sweep(objective, signal, labels_R, weights_R, wants_gradient)
     loss = _ChunkedLoss.apply(sweep, student.head, student.hidden_RD, *parameters)
-    if length is not None:
-        # The gradient comes from the weights, the value is the accepted length.
-        loss = loss + (length.to(loss.dtype) - loss.detach())
-    return Scored(loss, *(measured or sweep.found)[1:])
+    return Scored(loss, *sweep.found[1:])
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -125,11 +106,9 @@ def _both_logits(objective: Objective, student: Student, signal: Signal | None) 
     return target_NV, student_NV
 
 
-def refuse_impossible(objective: Objective, signal: Signal | None, reference: DenseSignal | None) -> None:
-    """Raise ValueError for an objective that does not work with the signal, or a weighting without its signal or reference."""
+def refuse_impossible(objective: Objective, signal: Signal | None) -> None:
+    """Raise ValueError for an objective or a weighting that needs a signal, without one."""
     names = set(objective.weights)
-    if ACCEPTED_LENGTH in names and (len(names) > 1 or objective.weighting != "none"):
-        raise ValueError(f"objective {ACCEPTED_LENGTH} weighs rows itself; give no other objective or weighting")
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
         (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
@@ -138,47 +117,6 @@ def refuse_impossible(objective: Objective, signal: Signal | None, reference: De
             raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
     if objective.weighting != "none" and signal is None:
         raise ValueError(f"weighting {objective.weighting} needs a target, and there is none")
-    if objective.weighting == "selected" and reference is None:
-        raise ValueError("weighting selected needs a reference, and there is none")
-
-
-def _length_weights(
-    objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor, rows_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(summed share of gamma that blocks do not keep, weights (R, 2) of TV and of ce) for `accepted_length`; no gradient.
-
-    The token's target probability comes from the signal. If a top-k signal does not have it, the row's overlap is used.
-    """
-    with torch.no_grad():
-        ce = replace(objective, weights={"ce": 1.0})
-        seen = _Sweep(ce, signal, labels_R, None, False).run(head_of(student, False))
-        if isinstance(signal, DenseSignal):
-            log_target_R = -_Sweep(ce, None, labels_R, None, False).run(frozen_head_of(signal)).loss_C
-        else:
-            assert isinstance(signal, TopKSignal)
-            held_RK = signal.ids_RK == labels_R.unsqueeze(-1)
-            log_target_R = signal.log_probs_RK.where(held_RK, -torch.inf).amax(-1)
-        known_R, alpha_R = log_target_R > -torch.inf, seen.overlap_C.clamp(max=1.0)
-        accept_R = (-seen.loss_C - log_target_R).clamp(max=0.0).exp().where(known_R, alpha_R)
-        follows_R, gamma = accepted.rows_follow(rows_R), objective.gamma
-        dense_R, gain_R = accepted.credits(accept_R, alpha_R, follows_R, gamma)
-        # d a = a d log draft if the draft is below the target, which is a ce with this weight. Otherwise a stays 1.
-        token_R = ((gain_R - dense_R) * accept_R).where(known_R & (accept_R < 1.0), 0.0)
-        share_R = 1.0 - accepted.accepted_lengths(accept_R, follows_R, gamma) / gamma
-        scale = objective.weight(ACCEPTED_LENGTH)
-        return scale * share_R.double().sum(), torch.stack([dense_R / gamma, scale * token_R / dense_R], -1)
-
-
-def _selected(
-    objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor, reference: DenseSignal | None
-) -> tuple[Tensor, Rows]:
-    """(kept rows, the student's forward KL and overlap at every row); no gradient."""
-    assert reference is not None
-    compare = replace(objective, weights={"forward_kl": 1.0}, weighting="none")
-    with torch.no_grad():
-        sweep = _Sweep(compare, signal, labels_R, None, False)
-        ours, theirs = sweep.run(head_of(student, False)), sweep.run(frozen_head_of(reference))
-        return losses.selected_rows(ours.loss_C, theirs.loss_C, objective.keep), ours
 
 
 class _ChunkedLoss(torch.autograd.Function):

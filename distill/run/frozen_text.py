@@ -37,7 +37,7 @@ class FrozenText:
         return served_draft(path, self.target)
 
 
-def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False) -> FrozenText:
+def load_frozen_text(run: Path, rule: str | None = None, trusted: bool = False) -> FrozenText:
     """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
 
     Raises UserError: no run there, or held-out prompts without responses.
@@ -45,8 +45,8 @@ def load_frozen_text(run: Path, rule: Rule | None = None, trusted: bool = False)
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
     config = load_trusted(run / CONFIG, trusted)
-    chosen: Rule = rule or config.judge_rule
-    folder = run / RESPONSES / (HELDOUT_GREEDY if chosen == "greedy" else HELDOUT)
+    chosen = Rule.named(rule) if rule else config.judge_rule
+    folder = run / RESPONSES / (HELDOUT_GREEDY if chosen.greedy else HELDOUT)
     if not folder.is_dir():
         have = sorted(path.name for path in (run / RESPONSES).glob("heldout*"))
         raise UserError(

@@ -31,8 +31,7 @@ STORE_FORMAT = 4
 def decode_settings(serving: ServingConfig, seed: int, target: Target) -> DecodeSettings:
     """Settings of plain decoding at the serving settings; `DecodeSettings.under` turns them into those of a judgement."""
     sampling = serving.sampling
-    rule: Rule = "greedy" if sampling.greedy else "sample"
-    return DecodeSettings(sampling, 0, rule, serving.max_tokens, target.facts.eos_ids, seed)
+    return DecodeSettings(sampling, 0, Rule.usual(sampling.temperature), serving.max_tokens, target.facts.eos_ids, seed)
 
 
 def signal_manifest_of(run: Run, facts: TargetFacts) -> SignalManifest:
@@ -136,20 +135,20 @@ class RunData:
         ``select``: make them the run's own held-out text. Otherwise that stays unchanged, and nothing is written if no response is
         missing.
         """
-        greedy = rule == "greedy"
+        greedy = rule.greedy
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Not the seed of the training responses, which would give a prompt in both sets the same text.
         return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Make the run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
-        rules: tuple[Rule, ...] = (self.run.config.judge_rule, "greedy")
+        rules = self.run.config.judge_rule, Rule.usual(0)
         return {rule: self.heldout_of(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
 
     def past(self, rule: Rule) -> Sequence[Row]:
         """Stored responses to the training prompts; none if the rule needs other settings than theirs; UserError if damaged."""
         store, settings = Store(self.folder / TRAINING), self.settings
-        if not (store.folder / MANIFEST).exists() or (rule == "greedy") != settings.sampling.greedy:
+        if not (store.folder / MANIFEST).exists() or rule.greedy != settings.sampling.greedy:
             return []
         stored, wanted = store.manifest(), self.manifest(settings)
         return store.rows() if all(stored.get(key) == wanted[key] for key in ("target", "sampling")) else []

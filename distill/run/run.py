@@ -222,11 +222,8 @@ def claim_folder(config: RunConfig) -> None:
         # Before the first checkpoint only responses depend on the config, and their manifests are checked. So a failed
         # start may be repeated with another config.
         if path.exists() and (folder / CHECKPOINTS).exists():
-            may = set(MAY_DIFFER)
-            if config.loss.weighting.name == "selected":
-                may.discard("train.micro_batch_size")  # It selects tokens within a micro-batch.
             old_tree = spelled(load_config(path).model_dump(mode="json"), folder)
-            if difference := _first_difference(old_tree, tree, may):
+            if difference := _first_difference(old_tree, tree, set(MAY_DIFFER)):
                 key, old, new = difference
                 raise UserError(
                     f"{folder}: holds a run with another config ({key} is {old}, now {new}); "

@@ -90,12 +90,13 @@ class Pair:
         return [(prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts]
 
 
-def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule = "greedy") -> Pair:
+def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule | None = None) -> Pair:
     """Open a config's target, a draft for it and its first held-out prompts by content hash.
 
     UserError: a rule against the temperature, a target at a server, a draft that is missing or of another vocabulary, no prompts.
     """
-    if rule != "greedy" and config.serving.temperature == 0:
+    rule = rule or Rule.usual(0)
+    if not rule.greedy and config.serving.temperature == 0:
         raise UserError(f"--rule {rule} samples from the target, but serving.temperature is 0; use --rule greedy")
     if prompts < 1:
         raise UserError(f"--prompts {prompts}: give at least 1")

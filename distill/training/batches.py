@@ -257,9 +257,7 @@ def make_objective(config: RunConfig) -> Objective:
         chunk_tokens=loss.chunk_tokens,
         serving=config.serving.sampling,
         rule=config.judge_rule,
-        gamma=config.judge.gamma,
         weighting=weighting.name if weighting.name != "position" else "none",
-        keep=weighting.keep,
         compile=config.train.compile,
     )
 

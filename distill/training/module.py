@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
-from data.signals.signal import DenseSignal, Signal
+from data.signals.signal import Signal
 from distill.config.layout import STUDENT, step_folder
 from distill.loss.chunk_heads import Student
-from distill.loss.definitions import ACCEPTED_LENGTH, Objective
+from distill.loss.definitions import Objective
 from distill.loss.objective import acceptance_sum, chunked_loss, kept_probs
 from distill.loss.offsets import Survival, survival_sums
 from distill.loss.rows import part_of
@@ -55,9 +55,7 @@ class DraftModule(nn.Module):
         """The trained causal LM, without the peft wrapper."""
         return self._split[0].model
 
-    def forward(
-        self, batch: Batch, signal: Signal | None = None, reference: DenseSignal | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: Batch, signal: Signal | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(summed loss, summed acceptance, its possible error) of a micro-batch: the loss of all R tokens, the others of responses.
 
         The acceptance is at the serving settings. With `depths_BT`
@@ -66,8 +64,8 @@ class DraftModule(nn.Module):
         split, rows_R, labels_R = self._split[0], batch.rows_R, batch.labels_R
         weights_R, answers_R, depths_BT = batch.weights_R, batch.answers_R, batch.depths_BT
         if batch.drawn_R is not None:
-            kept = rows_R, labels_R, weights_R, answers_R, signal, reference
-            rows_R, labels_R, weights_R, answers_R, signal, reference = (part_of(one, batch.drawn_R) for one in kept)
+            whole = rows_R, labels_R, weights_R, answers_R, signal
+            rows_R, labels_R, weights_R, answers_R, signal = (part_of(one, batch.drawn_R) for one in whole)
         if depths_BT is None:
             hidden_BTD = split.hidden(batch.input_ids_BT, batch.position_ids_BT)
             hidden_RD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows_R]
@@ -78,11 +76,8 @@ class DraftModule(nn.Module):
             answers_R = offsets_R == 1 if answers_R is None else (offsets_R == 1) & answers_R[sources_R]
         if self.clock is not None:
             self.clock.mark("student")
-        ordered_R = rows_R if ACCEPTED_LENGTH in self.objective.weights else None
         student = Student(hidden_RD, split.head)
-        loss, overlap_R, slack_R = chunked_loss(
-            self.objective, student, signal, labels_R, weights_R, reference=reference, rows_R=ordered_R
-        )
+        loss, overlap_R, slack_R = chunked_loss(self.objective, student, signal, labels_R, weights_R)
         chosen = slice(None) if answers_R is None else answers_R
         accepted = None
         if signal is not None and not self.objective.overlap_is_acceptance:

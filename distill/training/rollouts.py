@@ -80,10 +80,10 @@ class Rollouts:
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
         settings = DecodeSettings(max_tokens=serving.max_tokens, eos_ids=self.end_ids, seed=seed, fit_context=True)
         if kind == "student":
-            return replace(settings, sampling=SamplingSettings(1.0), rule="sample")
+            return replace(settings, sampling=SamplingSettings(1.0), rule=Rule.usual(1.0))
         sampling = serving.sampling
-        drafts_greedily = self.config.serving_rule == "greedy-draft"
-        rule: Rule = "greedy" if sampling.greedy else "greedy-draft" if drafts_greedily else "sample"
+        rule = self.config.serving_rule
+        rule = Rule.usual(sampling.temperature) if rule.draws else rule
         return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
     def _generation(self, kind: Kind, generation: int, draft: CurrentDraft) -> list[Row]:

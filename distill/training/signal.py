@@ -9,11 +9,9 @@ from data.batches.examples import Examples, as_examples
 from data.responses.respond import ProgressBar
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.store import SignalFacts, SignalStore
-from distill.config.layout import RESPONSES, TRAINING, find_student
+from distill.config.layout import RESPONSES, TRAINING
 from distill.config.sections import SignalConfig
-from distill.models.load import load_model
 from distill.models.target import Target, TargetFacts
-from distill.models.vocabulary import vocabulary_rows
 from distill.run.responses import signal_manifest_of
 from distill.run.run import Run
 from distill.training.teacher import CapturingTeacher, StoredTeacher, Teacher, TeacherSource
@@ -95,17 +93,3 @@ def make_teacher(run: Run, target: Target, examples: Examples | Sequence[Example
     if signal.source != "capture":
         return StoredTeacher(store)
     return CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
-
-
-def make_reference(path: str | None, target: Target) -> Teacher | None:
-    """Load the reference draft of loss.weighting: selected; UserError if it is not found or has another vocabulary."""
-    if path is None:
-        return None
-    name = find_student(path)
-    reference = load_model("loss.weighting.reference", name)
-    if vocabulary_rows(reference.config) != target.facts.vocab_rows:
-        raise UserError(
-            f"loss.weighting.reference {path!r}: {vocabulary_rows(reference.config)} vocabulary rows, but the target has "
-            f"{target.facts.vocab_rows}; use a draft distilled for this target"
-        )
-    return Teacher(reference.to(target.device))  # type: ignore[arg-type]

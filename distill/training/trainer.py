@@ -27,7 +27,7 @@ from distill.training import sharding
 from distill.training.batches import BatchSource
 from distill.training.module import DraftModule
 from distill.training.optim import SpikeGuard, make_optimizers, make_schedules
-from distill.training.teacher import Teacher, TeacherSource
+from distill.training.teacher import TeacherSource
 from distill.training.tracking import Metrics
 from speculative.decoder.responses import StageClock
 from speculative.engine.memory import peak_bytes
@@ -88,13 +88,12 @@ class Trainer:
         batches: BatchSource,
         tokenizer: Any,
         provenance: Mapping[str, Any],
-        reference: Teacher | None = None,
     ) -> None:
         """Prepare the module and optimizers with Accelerate, and load the last checkpoint if the run has one."""
         run.wait()  # Ranks take different times to make students and load the target.
         config, accelerator = run.config, run.accelerator
         self.run, self.config, self.accelerator, self.progress = run, config, accelerator, run.progress
-        self.teacher, self.reference, self.batches = teacher, reference, batches
+        self.teacher, self.batches = teacher, batches
         self.tokenizer, self.provenance = tokenizer, provenance
         optimizers = make_optimizers(module, config.optim)
         self.wrapped, self.optimizers = sharding.prepare(accelerator, module, optimizers)
@@ -225,12 +224,11 @@ class Trainer:
         accelerator = self.accelerator
         batch = batch.to(accelerator.device)
         signal = self.teacher.signal(batch) if self.teacher else None
-        reference = self.reference.signal(batch) if self.reference else None
         self.clock.mark("teacher")
         with contextlib.nullcontext() if last else accelerator.no_sync(self.wrapped):
             # DDP's wrapper applies autocast itself, FSDP2's units do not.
             with accelerator.autocast() if accelerator.is_fsdp2 else contextlib.nullcontext():
-                loss, overlap, slack = self.wrapped(batch, signal, reference)
+                loss, overlap, slack = self.wrapped(batch, signal)
             accelerator.backward(loss * (accelerator.num_processes / max(tokens, 1)))
             self.clock.mark("student")
         return torch.stack([loss.detach().double(), overlap.double(), slack.double()])

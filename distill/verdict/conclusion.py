@@ -42,7 +42,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
 from speculative.measure.record import VERSION
-from speculative.rules.rule import RULES, UNTRUNCATED, rules_of_text
+from speculative.rules.rule import RULES, Rule
 from speculative.rules.sampling import SamplingSettings
 
 SHOWN_RESPONSES = 8
@@ -206,12 +206,13 @@ def findings_of(
 
 def curves_of(evidence: Evidence) -> Curves:
     """Curves of every rule that some frozen text can be replayed under; the other rules with the reason."""
-    rules, covered, gamma = [], set(), evidence.setup.gamma
+    rules, gamma = [], evidence.setup.gamma
+    covered: set[Rule] = set()
     for text_rule, text in evidence.setup.texts.items():
         keys = [response.prompt for response in text]
-        sampling = "temperature 0" if text_rule == "greedy" else "the serving settings"
+        sampling = "temperature 0" if text_rule.greedy else "the serving settings"
         known = not any(np.isnan(response.log_target_probs).any() for response in text)
-        for rule in rules_of_text(text_rule, known, evidence.setup.settings.sampling.truncates):
+        for rule in text_rule.replayable(known, evidence.setup.settings.sampling.truncates):
             if rule in covered:
                 continue
             covered.add(rule)
@@ -223,15 +224,17 @@ def curves_of(evidence: Evidence) -> Curves:
             timed = evidence.costs and rule != evidence.setup.rule
             own = f"; step times are those of rule {evidence.setup.rule}" if timed else ""
             note = f"by replay of text answered at {sampling}{own}"
-            rules.append(RuleCurves(rule=rule, ways=of, note=note))
-    rules.sort(key=lambda entry: entry.rule != evidence.setup.rule)
+            rules.append(RuleCurves(rule=rule.name, ways=of, note=note))
+    rules.sort(key=lambda entry: entry.rule != evidence.setup.rule.name)
     lacking = "needs text that the target sampled, but this run serves at temperature 0"
-    if "greedy-draft" in covered:
+    if any(not rule.greedy for rule in covered):
         lacking = "needs the target's probabilities under the serving settings, but its server returns only the model's unmodified ones"
-    covered |= {UNTRUNCATED} if "sample" in covered else set()  # without truncation they are one
-    refused = {rule: lacking for rule in RULES if rule not in covered}
-    if "greedy" in refused:
-        refused["greedy"] = "needs text that the target answered at temperature 0, but this run has none"
+    refused = {rule.name: lacking for rule in map(Rule.named, RULES) if rule not in covered}
+    for rule in map(Rule.named, list(refused)):
+        if rule.greedy:
+            refused[rule.name] = "needs text that the target answered at temperature 0, but this run has none"
+        if not rule.truncated and any(one.draws for one in covered):
+            del refused[rule.name]  # without truncation it is the rule that draws
     return Curves(gammas=list(CURVE_GAMMAS), rules=rules, refused=refused)
 
 

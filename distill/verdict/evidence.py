@@ -104,7 +104,7 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
         )
         judged[one.name] = record.model_copy(update={"step": one.step})
     ways, best = ways_of(setup, target.model, scored), drafts[-1].name
-    lossy = [one.name for one in ways if "lossy" in one.changes]
+    lossy = [one.name for one in ways if not one.lossless]
     picked = [best, LOOKUP_DRAFT, *(one.name for one in scored.others), *setup.judge.ways, *lossy]
     with cpu_threads(setup.judge.speed_threads):
         timing, unclocked = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
@@ -140,7 +140,7 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     costs, warnings = _costs_at_loads(setup, target, best, context, most)
     costs = [scored.costs[best.name], *costs]
     gammas = range(1, most + 1)
-    blocks_G = expected_blocks_of(own[best.name], setup.law, gammas).sum(0)
+    blocks_G = expected_blocks_of(own[best.name], setup.rule, gammas).sum(0)
     taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
     behind = next(one for one in (*scored.others, *scored.drafts) if one.name == first[LOOKUP_DRAFT].behind)

@@ -80,8 +80,8 @@ class DraftJudge:
     def _replayed(self, draft: Draft, parts: Path) -> dict[str, Any]:
         """The judgement by replay, under every rule, and its score."""
         rule, *further = self.heldout
-        main = self._replay(draft, self.heldout[rule], rule, parts, rule)
-        rest = {one: self._replay(draft, self.heldout[one], one, parts, one).record() for one in further}
+        main = self._replay(draft, self.heldout[rule], rule, parts, rule.name)
+        rest = {one.name: self._replay(draft, self.heldout[one], one, parts, one.name).record() for one in further}
         return {"score": main.tau} | main.record() | rest
 
     def _replay(self, draft: Draft, text: Sequence[HeldoutResponse], rule: Rule, parts: Path, name: str) -> Judgement:

@@ -11,7 +11,6 @@ from distill.verdict.decoding import Decoding
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.effects import confidence_of
-from speculative.measure.replay import law_of
 from speculative.measure.token_scores import StoredText
 from speculative.rules.rule import Rule
 
@@ -39,11 +38,6 @@ class JudgingSetup:
     def rule(self) -> Rule:
         """The engine rule that drafts are judged under."""
         return self.settings.rule
-
-    @property
-    def law(self) -> str:
-        """The rule that replay follows."""
-        return law_of(self.rule, self.settings.sampling)
 
     @property
     def gamma(self) -> int:

@@ -26,7 +26,6 @@ from speculative.drafters.past_responses import ResponseIndex
 from speculative.drafters.registry import Parts, recipes
 from speculative.engine.models import max_positions, vocab_rows
 from speculative.evaluate import HeldoutResponse, one_per_prompt
-from speculative.explain.target_view import choice_bounds
 from speculative.measure.baseline_replay import (
     cross_fitted,
     found_blocks,
@@ -43,13 +42,10 @@ from speculative.measure.replay import (
     TextCosts,
     expected_blocks,
     expected_blocks_of,
-    lossy_texts,
-    texts_kept,
     texts_of,
 )
 from speculative.measure.token_scores import TokenScores, score_tokens, scored_gammas
-from speculative.rules.lossy import Lossy
-from speculative.rules.rule import Rule, draft_draws
+from speculative.rules.rule import Rule
 
 # Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
@@ -104,7 +100,7 @@ def score_and_time(
     ways = [replace(best, name=WAYS[draft.drafting], draft=draft) for draft in drafts_of(best.draft.model)]
     everybody = [*drafts[:-1], *ways]
     scores, costs = score_all(setup, everybody), costs_of(setup, target, everybody)
-    ways.sort(key=lambda way: _predicted(scores[setup.rule][way.name], setup.law, costs[way.name]))
+    ways.sort(key=lambda way: _predicted(scores[setup.rule][way.name], setup.rule, costs[way.name]))
     chosen, others = ways.pop(), ways
     if lighter is not None:
         others.append(replace(lighter, draft=Draft(lighter.draft.model, chosen.draft.drafting)))
@@ -118,10 +114,10 @@ def score_and_time(
     return ScoredDrafts(drafts=(*drafts[:-1], best), others=tuple(others), scores=scores, costs=costs)
 
 
-def _predicted(scores: Sequence[TokenScores], law: str, costs: StepCosts) -> float:
+def _predicted(scores: Sequence[TokenScores], rule: Rule, costs: StepCosts) -> float:
     """The highest predicted speed-up of a draft at any timed gamma."""
     gammas = scored_gammas(scores, timed_gammas(costs))
-    taus = sum(map(len, scores)) / expected_blocks_of(scores, law, gammas).sum(0)
+    taus = sum(map(len, scores)) / expected_blocks_of(scores, rule, gammas).sum(0)
     return best_gamma(dict(zip(gammas, taus.tolist(), strict=True)), costs)[1]
 
 
@@ -232,7 +228,7 @@ def draft_way(
 ) -> Way:
     """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs by another law."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
-    blocks_NK = expected_blocks(texts or texts_of(scores, setup.law), gammas).others_NK
+    blocks_NK = expected_blocks(texts or texts_of(scores, setup.rule), gammas).others_NK
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
     best = first_near_best(blocks_NK.sum(0) * prices_K)
     fitted = cross_fitted(blocks_NK * prices_K, setup.keys) / prices_K[best] if setup.cross_fits else None
@@ -269,7 +265,7 @@ def lookup_draft_way(
     gammas: Sequence[int],
 ) -> Way:
     """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
-    tuned = tuned_lookup(setup.frozen, costs, gammas, texts_of(scores, setup.law))
+    tuned = tuned_lookup(setup.frozen, costs, gammas, texts_of(scores, setup.rule))
     return Way(
         LOOKUP_DRAFT,
         _maker(LOOKUP_DRAFT, Parts(target, then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
@@ -321,29 +317,25 @@ def _maker(name: str, parts: Parts) -> Callable[[], Drafter]:
 def lossy_ways(
     setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, scores: Sequence[TokenScores], costs: StepCosts
 ) -> list[Way]:
-    """The ways of judge.lenience and judge.typical. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
+    """The ways of judge.lenience. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
     Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
     """
     judging, frozen, ways = setup.judge, setup.frozen, []
-    rules = [*map(Lossy, judging.lenience), *(Lossy(epsilon=own) for own in judging.typical)]
-    greedy, asked = setup.settings.under("greedy", 0), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
-    own = setup.decoding(target, None, asked, greedy, judging.batch_size) if rules else []
-    for lossy in dict.fromkeys(rules):
-        changes: dict[str, Any] = {"lossy": lossy, "rule": lossy.rule(setup.rule)}
-        if draft_draws(changes["rule"]):
-            texts = lossy_texts(scores, lossy, changes["rule"])
-            excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
-        else:
-            seen = choice_bounds(target, frozen, [one.choice_ids for one in scores], lossy, setup.settings.sampling)
-            texts, excess = texts_kept([own[:, 0] for own in seen]), [own[:, 1] for own in seen]
-        way = draft_way(setup, f"{best.name}, LOSSY {lossy}", best.draft.drafter, scores, costs, texts=texts)
+    greedy, asked = setup.settings.at_temperature_0(), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
+    own = setup.decoding(target, None, asked, greedy, judging.batch_size) if judging.lenience else []
+    for lenience in dict.fromkeys(judging.lenience):
+        rule = setup.rule.lenient(lenience)
+        texts = texts_of(scores, rule)
+        excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
+        name = f"{best.name}, LOSSY lenience {lenience:g}"
+        way = draft_way(setup, name, best.draft.drafter, scores, costs, texts=texts)
         excess_N = np.array([own.sum() for own in excess])
         distance, ends = ratio_with_interval(excess_N, setup.tokens_N, setup.keys, setup.confidence(True))
-        lenient = replace(greedy, gamma=way.gamma, lossy=lossy)
+        lenient = replace(greedy, gamma=way.gamma, rule=greedy.rule.lenient(lenience))
         ours = setup.decoding(target, best, asked, lenient, judging.batch_size)
         differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
         price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
-        ways.append(replace(way, blocks_N=None, fitted_N=None, changes=changes, price=price))
+        ways.append(replace(way, blocks_N=None, fitted_N=None, changes={"rule": rule}, price=price))
     return ways
 
 

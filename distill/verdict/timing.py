@@ -105,7 +105,7 @@ class Timing:
     @property
     def eligible(self) -> list[Way]:
         """The ways that may be run: all but lossy ones."""
-        return [one for one in self.ways if "lossy" not in one.changes]
+        return [one for one in self.ways if one.lossless]
 
     def to_run(self) -> str:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
@@ -141,7 +141,7 @@ class Timing:
         tokens_P = sum_by_prompt(keys, tokens_N)
         alone = Measured(
             TARGET,
-            self.setup.rule,
+            self.setup.rule.name,
             self.concurrency,
             prompts=len(tokens_P),
             tokens=int(tokens_N.sum()),
@@ -163,7 +163,7 @@ class Timing:
                 said_P, blocks_P, how["tau"] = tokens_P, sum_by_prompt(keys, way.blocks_N), "replay"
             alpha, alpha_ci = None, None
             if way.name in scores:
-                probs = [own.accept_probs(self.setup.law) for own in scores[way.name]]
+                probs = [own.accept_probs(self.setup.rule) for own in scores[way.name]]
                 alpha, alpha_ci = alpha_with_interval(probs, keys, confidence)
                 how["alpha"] = "replay"
             found.append(

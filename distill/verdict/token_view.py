@@ -88,7 +88,7 @@ def token_view(
                 accepted=sum(response.accepted_counts),
             )
         )
-    return TokenView(way=name, rule=settings.rule, gamma=settings.gamma, responses=shown)
+    return TokenView(way=name, rule=settings.rule.name, gamma=settings.gamma, responses=shown)
 
 
 def _listed(tokenizer: Any, ids_TK: np.ndarray, probs_TK: np.ndarray) -> list[list[tuple[str, float]]]:

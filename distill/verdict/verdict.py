@@ -79,7 +79,7 @@ def verdict_of(
         survival=best.survival,
         live_tokens=best.live_tokens,
         replay_check=best.replay_check,
-        rule=setup.rule,
+        rule=setup.rule.name,
         gamma=setup.gamma,
         prompts=best.prompts or 0,
         tokens=best.tokens or 0,
@@ -134,7 +134,7 @@ def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Me
     gamma = evidence.setup.gamma
     return Measured(
         way,
-        evidence.setup.rule,
+        evidence.setup.rule.name,
         text=text,
         prompts=own.prompts,
         tokens=own.tokens,
@@ -152,7 +152,7 @@ def _widened(evidence: Evidence, row: Measured) -> Measured:
     """Widen the picked draft's intervals as its gain's are: it was picked because it looked good."""
     setup = evidence.setup
     confidence = setup.confidence(True)
-    probs = [own.accept_probs(setup.law) for own in evidence.own_scores(row.way)]
+    probs = [own.accept_probs(setup.rule) for own in evidence.own_scores(row.way)]
     row = replace(row, alpha_ci=alpha_with_interval(probs, setup.keys, confidence)[1])
     if evidence.responses:
         keys = [one.key for one in evidence.responses]
@@ -160,7 +160,7 @@ def _widened(evidence: Evidence, row: Measured) -> Measured:
         blocks_N = np.array([float(one.blocks) for one in evidence.responses])
     else:
         keys, said_N = setup.keys, setup.tokens_N
-        blocks_N = expected_blocks_of(evidence.own_scores(row.way), setup.law, (setup.gamma,))[:, 0]
+        blocks_N = expected_blocks_of(evidence.own_scores(row.way), setup.rule, (setup.gamma,))[:, 0]
     return replace(row, tau_ci=ratio_with_interval(said_N, blocks_N, keys, confidence)[1])
 
 

@@ -16,7 +16,6 @@ from speculative.drafters.drafter import ModelDrafter, Plan, Proposal
 from speculative.drafters.past_responses import ResponseIndex
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
-from speculative.rules.lossy import Lossy
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 # A call that runs ahead ends after so many blocks, and none starts after so long: Python takes about 0.2 ms of it.
@@ -42,8 +41,8 @@ class CompiledLoop(BlockLoop):
     def _start(self, gamma: int | None) -> BlockOutcome:
         gamma = self.settings.gamma if gamma is None else gamma
         target, drafter = _compiled(self.target), self.drafter
-        settings, lossy_greedy = self.settings, self.settings.lossy is not None and self.settings.sampling.greedy
-        token_by_token = not (self._rules or settings.tree or settings.rule == "block" or lossy_greedy)
+        settings, rule = self.settings, self.settings.rule
+        token_by_token = not (self._rules or settings.tree or rule.joint or (rule.greedy and not rule.lossless))
         told_more = self._keep_probs or (drafter is not None and drafter.observes)
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma)
@@ -149,7 +148,7 @@ class _Request:
         self.made_for, self._arrays = made_for, arrays
         self._proposal: Any = None
         blocks, gamma, threads, addresses = made_for[:4]
-        rows, sampling, lossy = len(loop.lengths_R), loop.settings.sampling, loop.settings.lossy or Lossy()
+        rows, sampling = len(loop.lengths_R), loop.settings.sampling
         self._sampled = not sampling.greedy
         self._seats_R = np.zeros(rows, dtype=np.int64)
         self._accepted_BR, self._counts_BR, self._sources_BR = np.zeros((3, blocks, rows), np.int64)
@@ -184,7 +183,7 @@ class _Request:
             "ids": address_of(self._ids_BRG1), "counts": address_of(self._counts_BR), "sources": address_of(self._sources_BR),
             "log_probs": address_of(self._log_probs_BRG1),
             "overlap": address_of(self._overlap_BR), "peaks": address_of(peaks_BR), "draft_peaks": address_of(draft_peaks_BR),
-            "seconds": address_of(self._seconds_B3), "lenience": bits_of(lossy.lenience), "epsilon": bits_of(lossy.epsilon),
+            "seconds": address_of(self._seconds_B3), "lenience": bits_of(loop.settings.rule.lenience),
         }  # fmt: skip
         for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
             fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}

@@ -14,7 +14,7 @@ from speculative.drafters.drafter import Proposal
 from speculative.engine.cached_model import upload
 from speculative.rules.sampling import ACCEPTANCE_COIN, RESIDUAL_UNIFORM, logits_to_probs, most_likely_and_peak
 from speculative.rules.tree import TokenTree, verify_tree, verify_tree_greedy
-from speculative.rules.verify import verify, verify_block, verify_greedy
+from speculative.rules.verify import lenient_ids, verify, verify_block, verify_greedy
 
 
 class Decision(NamedTuple):
@@ -48,16 +48,17 @@ def decide(
             walked = verify_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
             drafted_RD = _path_ids(proposal.ids_RG, walked.path_BD)
             return Decision(peaks, walked.accepted_B, walked.next_ids_B, drafted_RD, path_RD=walked.path_BD)
-        if settings.lossy is not None:
-            target_ids[:, :-1] = settings.lossy.greedy_ids(logits[:, :-1], target_ids[:, :-1], proposal.ids_RG)
+        if not settings.rule.lossless:
+            lenience = settings.rule.lenience
+            target_ids[:, :-1] = lenient_ids(lenience, logits[:, :-1], target_ids[:, :-1], proposal.ids_RG)
         greedy = verify_greedy(target_ids, proposal.ids_RG, _counts_on(proposal, logits.device))
         return Decision(peaks, greedy.accepted_B, greedy.next_ids_B, proposal.ids_RG)
     target_probs = logits_to_probs(logits, settings.sampling)
     if proposal.tree is not None:
         return _decide_tree(proposal.tree, target_probs, proposal, uniforms_RGU)
     width = proposal.ids_RG.shape[1]
-    rule = verify_block if settings.rule == "block" else partial(verify, lossy=settings.lossy)
-    verified = rule(
+    rule = settings.rule
+    verified = (verify_block if rule.joint else partial(verify, lenience=rule.lenience))(
         target_probs,
         proposal.ids_RG,
         proposal.probs_RGV,

@@ -83,7 +83,7 @@ class DeviceLoop(BlockLoop):
         sampled = not settings.sampling.greedy
         uniforms = 3 * (settings.gamma + 1) if sampled else 0
         # One model may be used by several drafters.
-        kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, settings.lossy, self._keep_probs)
+        kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, self._keep_probs)
         known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
         if kind not in known:
             runner_of_blocks = own.memory.another_runner()

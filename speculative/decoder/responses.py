@@ -15,7 +15,6 @@ import torch
 
 from speculative.decoder.text import TextStream
 from speculative.errors import UserError
-from speculative.rules.lossy import Lossy
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -33,14 +32,14 @@ class DecodeSettings:
     """How to decode. `gamma` 0 is plain decoding; `eos_ids` end a response and are part of it. fit_context: shorten a response's budget to
     the context that its prompt leaves, instead of refusing the prompt. tree: a token tree instead of a chain; gamma is then its depth.
     rules: changes to the logits of both models. stop: strings that end a response (needs a tokenizer). min_tokens: no end token before
-    this many tokens. lossy: see `Lossy`.
+    this many tokens. At temperature 0 the rule becomes `greedy`.
 
     Raises UserError for a value outside its range and for a rule that contradicts the temperature or the tree.
     """
 
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     gamma: int = 0
-    rule: Rule = "sample"
+    rule: Rule = field(default=Rule.named("sample"))
     max_tokens: int = 256
     eos_ids: tuple[int, ...] = ()
     seed: int = 0
@@ -49,7 +48,6 @@ class DecodeSettings:
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     fit_context: bool = False
-    lossy: Lossy | None = None
 
     def __post_init__(self) -> None:
         for name in ("gamma", "max_tokens", "min_tokens", "seed"):
@@ -68,21 +66,26 @@ class DecodeSettings:
             if not isinstance(string, str) or not string:
                 raise UserError(f"stop has {string!r}: every stop string needs at least one character")
         draft_settings_for(self.rule, self.sampling)
-        if self.rule == "block" and self.sampling.greedy:
+        if self.rule.joint and self.sampling.greedy:
             raise UserError("rule = 'block' needs sampling: at temperature 0 use rule 'greedy'")
-        if self.lossy and (self.tree or (not self.sampling.greedy and self.lossy.rule(self.rule) != self.rule)):
-            raise UserError(f"{self.lossy} does not support token trees or rule {self.rule!r}: set it to None")
+        object.__setattr__(self, "rule", self.rule.at(self.sampling.temperature))
+        if self.tree and not self.rule.lossless:
+            raise UserError(f"lenience = {self.rule.lenience}: does not support token trees; remove the tree")
         if self.tree is not None:
             if self.gamma not in (0, self.tree.depth):
                 raise UserError(f"gamma = {self.gamma} with a tree of depth {self.tree.depth}: they must be equal")
-            if self.rule == "block":
+            if self.rule.joint:
                 raise UserError("rule = 'block' does not support token trees: remove the tree, or use rule 'sample'")
             if self.active_rules is not None:
                 raise UserError("logits rules with a token tree are not supported: use a chain (no tree)")
 
     def under(self, rule: Rule, gamma: int) -> DecodeSettings:
         """These settings for `gamma` drafted tokens a block under an engine rule; `greedy` decodes at temperature 0."""
-        return replace(self, sampling=GREEDY if rule == "greedy" else self.sampling, rule=rule, gamma=gamma)
+        return replace(self, sampling=GREEDY if rule.greedy else self.sampling, rule=rule, gamma=gamma)
+
+    def at_temperature_0(self, gamma: int = 0) -> DecodeSettings:
+        """These settings with both models' argmax, by default without a draft."""
+        return self.under(Rule.usual(0), gamma)
 
     @property
     def active_rules(self) -> LogitsRules | None:

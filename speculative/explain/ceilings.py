@@ -18,6 +18,7 @@ from speculative.measure.measured import LOOKUP, How, Measured
 from speculative.measure.metrics import alpha_with_interval, rule_curve
 from speculative.measure.replay import replay, texts_kept, texts_of
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 # Largest useful draft step, in target steps. Above 0.6 the break-even alpha at gamma 5 is 0.83 even if verifying is free
@@ -250,14 +251,14 @@ def draft_outlook(
     the draft is predicted too. Speed-ups and their intervals take the step times as exact. Of a parallel draft, `distilled` closes that
     share at every offset of a block.
     """
-    rule = row.rule
+    rule = Rule.named(row.rule)
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
     curve = rule_curve(scores, prompt_keys, rule, gammas, survival_gamma=gammas[-1])
     taus = dict(zip(gammas, curve.tau, strict=True))
     own = [(text.by_start or text).accept_probs(rule) for text in scores]
     ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
     best = [np.ones_like(probs) for probs in own]
-    if rule == "greedy-draft":
+    if not rule.draws and not rule.greedy:
         best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, own, strict=True)]
         ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
         ceiling_taus = replay(best, gammas)
@@ -266,7 +267,7 @@ def draft_outlook(
     closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(own, best, strict=True)]
     closed_taus = replay(closed, gammas)
     both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
-    if rule == "block":
+    if rule.joint:
         by_token = replay(own, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
     alpha = curve.alpha
@@ -312,7 +313,7 @@ def _both(
 ) -> tuple[Measured, Measured]:
     """Prompt lookup before the present draft, and before one whose tokens are kept with probability `closed`."""
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
-    tuned = tuned_lookup(texts, costs, gammas, texts_of(scores, row.rule))
+    tuned = tuned_lookup(texts, costs, gammas, texts_of(scores, Rule.named(row.rule)))
     row = replace(row, way=f"{BEFORE}{row.way}")
     now = replace(_tuned_row(row, tuned), speed_up_ci=_pace(texts, prompt_keys, tuned.steps_N))
     distilled = _tuned_row(row, tuned_lookup(texts, costs, gammas, texts_kept(closed)))

@@ -17,6 +17,7 @@ from speculative.explain.token_class import token_text
 from speculative.measure.record import Record, Text
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 CONTEXT_TOKENS = 12
 # Responses replayed at once, each with one group of disagreements corrected.
@@ -58,7 +59,7 @@ def disagreements(
     texts: Sequence[SlicedText],
     scores: Sequence[TokenScores],
     *,
-    rule: str,
+    rule: Rule,
     gamma: int,
     tokenizer: PreTrainedTokenizerBase,
     seconds_per_block: float | None = None,
@@ -115,7 +116,7 @@ def _grouped(texts: Sequence[SlicedText], scores: Sequence[TokenScores], lost_NT
 
 
 def _saved_blocks(
-    groups: Sequence[_Group], scores: Sequence[TokenScores], blocks_N: np.ndarray, rule: str, gamma: int
+    groups: Sequence[_Group], scores: Sequence[TokenScores], blocks_N: np.ndarray, rule: Rule, gamma: int
 ) -> list[float]:
     """Expected target calls saved, for each group, if the draft had been right at its positions."""
     saved = np.zeros(len(groups))

@@ -34,7 +34,7 @@ from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
 from speculative.measure.self_checks import NearTie, SelfCheckError, near_tie
 from speculative.measure.token_scores import values_by_text
-from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
+from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 LEVEL = 1e-3  # False-alarm rate of the whole check.
 PERMUTATIONS = 9999
@@ -293,7 +293,7 @@ def greedy_equality(
     batch_size: int = 32,
 ) -> GreedyTexts:
     """Each prompt decoded greedily with the draft and without, at the gamma and lengths of these settings."""
-    greedy = replace(settings, sampling=GREEDY, rule="greedy")
+    greedy = settings.at_temperature_0(settings.gamma)
     plain, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
     own, _ = decode(target, drafter, prompts, greedy, batch_size=batch_size)
     near_ties, differences = [], []
@@ -346,7 +346,7 @@ def losslessness(
     if samples < 2:
         raise UserError(f"samples = {samples}: must be at least 2 per prompt, to compare distributions")
     greedy = greedy_equality(target, drafter, prompts, settings, batch_size=batch_size)
-    found = Lossless(settings.rule, settings.gamma, str(target.dtype).removeprefix("torch."), greedy)
+    found = Lossless(settings.rule.name, settings.gamma, str(target.dtype).removeprefix("torch."), greedy)
     sampling = settings.sampling
     if sampling.greedy:
         return found

@@ -16,6 +16,7 @@ from speculative.measure.intervals import Interval, ratio_interval
 from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.measure.record import Record, Text
 from speculative.measure.token_scores import StoredText, TokenScores
+from speculative.rules.rule import Rule
 
 POSITION_EDGES = (1, 5, 17, 65, 257)  # Lower edges; the first token of a response is at 1.
 POSITION_NAMES = ("1-4", "5-16", "17-64", "65-256", "257+")
@@ -68,7 +69,7 @@ def slice_tables(
     texts: Sequence[SlicedText],
     scores: Mapping[str, Sequence[TokenScores]],
     *,
-    rule: str,
+    rule: Rule,
     pieces: Sequence[Sequence[str]] | None,
     entropies: Sequence[np.ndarray] | None = None,
     best: str = DRAFT,

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from speculative.measure.token_scores import StoredText, score_batches, values_by_text
-from speculative.rules.lossy import Lossy
+from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
 
@@ -23,27 +22,6 @@ def target_entropies(target: PreTrainedModel, texts: Sequence[StoredText]) -> li
         return torch.special.entr(logits_RV.float().softmax(-1)).sum(-1, keepdim=True, dtype=torch.float64)
 
     return [values_T1[:, 0] for values_T1 in values_by_text(target, texts, entropy, 1, "model")]
-
-
-def choice_bounds(
-    target: PreTrainedModel,
-    texts: Sequence[StoredText],
-    choices: Sequence[np.ndarray],
-    lossy: Lossy,
-    sampling: SamplingSettings,
-) -> list[np.ndarray]:
-    """(T, 2): P(the draft's argmax is kept by a lossy rule), and the total variation max(kept - target, 0). choices: the argmaxes (T,)."""
-    left = np.concatenate([choices[index] for batch in score_batches(texts, target) for index in batch])
-
-    def kept(logits_RV: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        nonlocal left
-        ids_R, left = torch.from_numpy(left[: len(logits_RV)]).to(logits_RV.device), left[len(logits_RV) :]
-        probs_RV = logits_to_probs(logits_RV, sampling)
-        probs_R = probs_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)
-        kept_R = lossy.bounds(probs_R, lambda: torch.special.entr(probs_RV).sum(-1)).clamp_max(1.0)
-        return torch.stack((kept_R, (kept_R - probs_R).clamp_min(0.0)), 1).double()
-
-    return values_by_text(target, texts, kept, 2, "target")
 
 
 def top_tokens(

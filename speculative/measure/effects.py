@@ -14,6 +14,7 @@ from speculative.measure.intervals import Interval, interval, intervals_of_sums,
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 CONFIDENCE = 0.95  # of all looks together
 POWER = 0.8
@@ -68,7 +69,7 @@ def paired_effects(
     baseline: Sequence[TokenScores],
     prompt_keys: Sequence[Hashable],
     *,
-    rule: str,
+    rule: Rule,
     gamma: int,
     looks: int = 1,
 ) -> Effects:

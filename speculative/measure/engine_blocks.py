@@ -21,6 +21,7 @@ from speculative.measure.replay import (
     survival_sums,
 )
 from speculative.measure.token_scores import StoredText, TokenScores
+from speculative.rules.rule import Rule
 
 NEAR_ALL = 0.99  # share of the drafted tokens
 UNLIKELY = 1e-6
@@ -73,14 +74,14 @@ def after_prefill(text: StoredText) -> Decoded:
     return Decoded([*text.prompt_ids, *text.response_ids[:1]], [*text.response_ids[1:]], [*text.log_target_probs[1:]])
 
 
-def tau_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> tuple[float, np.ndarray]:
+def tau_of(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> tuple[float, np.ndarray]:
     """(tokens per target call by replay of `after_prefill` text, expected blocks (N,) of each response)."""
     blocks_N = expected_blocks_of(scores, rule, (gamma,))[:, 0]
     return float(sum(len(score) for score in scores) / max(blocks_N.sum(), 1e-9)), blocks_N
 
 
 def predicted_shares(
-    scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
+    scores: Sequence[TokenScores], rule: Rule, gamma: int, *, spared: int = 0
 ) -> tuple[list[float], float]:
     """(survival by place, accepted/drafted) by replay; see `survival_sums`."""
     return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma, spared=spared)))
@@ -114,7 +115,7 @@ def canary(share: float, expected: float, blocks: int) -> str:
 
 
 def served_agreement(
-    scores: Sequence[TokenScores], rule: str, blocks_N: Sequence[int], gamma: int
+    scores: Sequence[TokenScores], rule: Rule, blocks_N: Sequence[int], gamma: int
 ) -> tuple[float, float, bool]:
     """(predicted blocks, z, whether they agree): `agreement_of` for the served text; blocks_N may be one number, their sum.
 
@@ -129,7 +130,7 @@ def served_agreement(
 
 
 def foreign_tokens(
-    served: Sequence[ServedBlocks], scores: Sequence[TokenScores], rule: str
+    served: Sequence[ServedBlocks], scores: Sequence[TokenScores], rule: Rule
 ) -> tuple[int, int, list[tuple[float, bool]]]:
     """Of the drafted tokens that blocks tested within their text: (accepted ones, those that this draft would never have proposed,
     (probability of acceptance here, whether it was accepted) of all of them).

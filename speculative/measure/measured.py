@@ -38,7 +38,7 @@ class Way:
     use it. ngrams: (longest, shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing.
     found: share of the blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were
     chosen on. policy: chooses gamma before each block, up to `gamma`, and goes on learning from one response to the next; None: always
-    `gamma`. changes: other decode settings, such as `lossy`. price: fields of `Measured` that say what a lossy way costs.
+    `gamma`. changes: other decode settings, such as a lenient `rule`. price: fields of `Measured` that say what a lossy way costs.
     """
 
     name: str
@@ -60,6 +60,10 @@ class Way:
     def calls_N(self) -> np.ndarray | None:
         """Target calls (N,) that the speed is computed from."""
         return self.blocks_N if self.fitted_N is None else self.fitted_N
+
+    @property
+    def lossless(self) -> bool:
+        return "rule" not in self.changes or self.changes["rule"].lossless
 
     def settings(self, base: DecodeSettings) -> DecodeSettings:
         """Decode settings of this way: its own gamma, tree and changes, everything else as in `base`."""

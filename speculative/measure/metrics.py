@@ -18,6 +18,7 @@ from speculative.measure.measured import Waits
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
+from speculative.rules.rule import Rule
 
 MOST_GAMMA = 32  # of curves, and of a draft that is judged
 CURVE_GAMMAS = range(MOST_GAMMA + 1)
@@ -51,7 +52,7 @@ class Curve(Record):
 def rule_curve(
     scores: Sequence[TokenScores],
     prompt_keys: Sequence[Hashable],
-    rule: str,
+    rule: Rule,
     gammas: Iterable[int] = CURVE_GAMMAS,
     *,
     survival_gamma: int,
@@ -62,7 +63,7 @@ def rule_curve(
     accepted_N = np.array([text.accept_probs(rule).sum() for text in scores])
     calls, alpha, alpha_ci = _curve(tokens_N, expected_blocks_of(scores, rule, gammas), prompt_keys, accepted_N)
     survival = survival_of(scores, rule, survival_gamma)
-    return Curve(**vars(calls), rule=rule, gammas=gammas, alpha=alpha, alpha_ci=alpha_ci, survival=survival)
+    return Curve(**vars(calls), rule=rule.name, gammas=gammas, alpha=alpha, alpha_ci=alpha_ci, survival=survival)
 
 
 def calls_curve(tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequence[Hashable]) -> CallsCurve:

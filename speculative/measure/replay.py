@@ -25,7 +25,6 @@ If the draft takes its argmax, the text alone decides, as before.
 Shapes: N responses, T positions (padded), K gammas, J offsets of a block, J1 = kept tokens of a block, 0..max gamma.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -34,9 +33,7 @@ from pydantic import Field
 
 from speculative.measure.record import Record
 from speculative.measure.token_scores import TokenScores
-from speculative.rules.lossy import Lossy
-from speculative.rules.rule import draft_draws
-from speculative.rules.sampling import SamplingSettings
+from speculative.rules.rule import Rule
 
 GAMMAS = tuple(range(1, 17))
 WORRYING_Z = 4.0  # A larger gap between live decoding and replay is not chance.
@@ -51,12 +48,12 @@ class TextCosts(NamedTuple):
 
     costs_T is a table (T, J) by start and offset for a parallel draft; see `TokenScores.by_start`.
     sure_T: tokens kept of a block that starts at this token if a drafter without a model proposes it (`baseline_replay`);
-    -1 if the draft proposes. None = the draft proposes everywhere. lossy: costs of weights, which may exceed 1 (`lossy_texts`).
+    -1 if the draft proposes. None = the draft proposes everywhere. lossless: False for costs of weights, which may exceed 1.
     """
 
     costs_T: np.ndarray
     sure_T: np.ndarray | None = None
-    lossy: bool = False
+    lossless: bool = True
 
 
 class Blocks(NamedTuple):
@@ -71,32 +68,19 @@ class Blocks(NamedTuple):
         return self.found_NK + self.others_NK
 
 
-def texts_of(scores: Sequence[TokenScores], rule: str, sure: Sequence[np.ndarray] | None = None) -> list[TextCosts]:
+def texts_of(scores: Sequence[TokenScores], rule: Rule, sure: Sequence[np.ndarray] | None = None) -> list[TextCosts]:
     """Costs of scored responses for the law of blocks; `greedy` and `greedy-draft` are equal here. sure:
     `TextCosts.sure_T` of each, if another drafter proposes first.
-    """
-    takes_argmax, texts = not draft_draws(rule), []
-    for place, own in enumerate(scores):
-        own = own if own.by_start is None else own.by_start
-        if takes_argmax:
-            costs_T = np.where(own.matches, 0.0, np.inf)
-        else:
-            costs_T = np.asarray(own.log_target_probs - own.log_drafted(rule))
-            costs_T = costs_T if rule == "block" else np.maximum(costs_T, 0.0)
-        texts.append(TextCosts(costs_T, None if sure is None else sure[place]))
-    return texts
 
-
-def lossy_texts(scores: Sequence[TokenScores], lossy: Lossy, rule: str) -> list[TextCosts]:
-    """Costs -log(kept / target) of scored responses under lenience, if the draft samples by this rule; see `speculative.rules.lossy`. The mean of the
-    weights kept / target is the acceptance rate, the mean of what exceeds 1 the total variation, the mean product of j weights P(j drafted
-    tokens are kept). A token that is not kept has the rest, 1 - kept / target: blocks start in the target's contexts.
+    Under lenience costs are -log(kept / target) (`speculative.rules.rule`): the mean of the weights kept / target is the acceptance rate,
+    the mean of what exceeds 1 the total variation, the mean product of j weights P(j drafted tokens are kept). A token that is not kept has
+    the rest, 1 - kept / target: blocks start in the target's contexts.
     """
     texts = []
-    for own in scores:
+    for place, own in enumerate(scores):
         own = own if own.by_start is None else own.by_start
-        log_bounds = own.log_target_probs + math.log(lossy.lenience)
-        texts.append(TextCosts(own.log_target_probs - np.minimum(own.log_drafted(rule), log_bounds), lossy=True))
+        costs_T = own.log_target_probs - own.log_drafted(rule) if rule.joint else -own.accept_log_probs(rule)
+        texts.append(TextCosts(costs_T, None if sure is None else sure[place], rule.lossless))
     return texts
 
 
@@ -104,11 +88,6 @@ def texts_kept(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
     """Costs of tokens that are kept independently with these probabilities: (T,), or (T, J) by start and offset for a parallel draft."""
     with np.errstate(divide="ignore"):
         return [TextCosts(-np.log(probs)) for probs in accept_probs]
-
-
-def law_of(rule: str, sampling: SamplingSettings) -> str:
-    """The rule whose law decoding follows: at temperature 0 both models take their argmax under any rule."""
-    return "greedy" if sampling.greedy else rule
 
 
 class _Group(NamedTuple):
@@ -124,7 +103,7 @@ class _Group(NamedTuple):
     gammas_K: np.ndarray
     sure_gammas_K: np.ndarray
     width: int
-    lossy: bool
+    lossless: bool
 
     @property
     def starts(self) -> range:
@@ -159,7 +138,7 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
                 sure_TN[: len(text.sure_T), column] = text.sure_T
         lengths_N = np.array([len(texts[row].costs_T) for row in rows])
         both = np.array(gammas), np.array(sure_gammas)
-        yield _Group(rows, costs, sure_TN, lengths_N, *both, width, texts[0].lossy)
+        yield _Group(rows, costs, sure_TN, lengths_N, *both, width, texts[0].lossless)
 
 
 def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
@@ -171,7 +150,7 @@ def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
     """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
     steps_JN = _steps_JN(group.costs, start, group.width)
     highest_JN = steps_JN.cumsum(0)
-    if not group.lossy:
+    if group.lossless:
         highest_JN = np.maximum(np.maximum.accumulate(highest_JN, axis=0), 0.0)
     kept_J1N = np.ones((group.width + 1, steps_JN.shape[1]))
     np.exp(-highest_JN, out=kept_J1N[1:])
@@ -226,7 +205,7 @@ def expected_blocks(
     return Blocks(found_NK, others_NK)
 
 
-def expected_blocks_of(scores: Sequence[TokenScores], rule: str, gammas: Iterable[int] = GAMMAS) -> np.ndarray:
+def expected_blocks_of(scores: Sequence[TokenScores], rule: Rule, gammas: Iterable[int] = GAMMAS) -> np.ndarray:
     """Expected target calls (N, K) of each scored response, at each gamma, by any rule: sum_t P(a block starts at t), exact (no i.i.d.
     assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding. See
     `GammaPolicy`.
@@ -252,7 +231,7 @@ def block_variance(texts: Sequence[TextCosts], gamma: int) -> np.ndarray:
     return variance_N
 
 
-def survival_of(scores: Sequence[TokenScores], rule: str, gamma: int) -> list[float]:
+def survival_of(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> list[float]:
     """P(the first j drafted tokens of a block are kept), j = 1..gamma, over the blocks that replay expects. A block whose first j tokens
     reach beyond the end of a text does not count for that j; 0 if none is left.
     """
@@ -266,7 +245,7 @@ def shares_of(blocks_J: np.ndarray, kept_J: np.ndarray) -> tuple[list[float], fl
 
 
 def survival_sums(
-    scores: Sequence[TokenScores], rule: str, gamma: int, *, spared: int = 0
+    scores: Sequence[TokenScores], rule: Rule, gamma: int, *, spared: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Expected blocks (N, J) whose first j drafted tokens lie within the text, j = 1..gamma, and those of them that keep all j. spared:
     tokens at the end that are never drafted: 1 where an engine leaves room for the target's own.
@@ -300,7 +279,7 @@ class ReplayCheck(Record):
 
 def agreement_of(
     scores: Sequence[TokenScores],
-    rule: str,
+    rule: Rule,
     counted_blocks_N: Sequence[int],
     gamma: int,
     sure: Sequence[np.ndarray] | None = None,
@@ -312,7 +291,7 @@ def agreement_of(
 
 def predicted_blocks(
     scores: Sequence[TokenScores],
-    rule: str,
+    rule: Rule,
     gamma: int,
     sure: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:

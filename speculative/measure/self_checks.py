@@ -163,10 +163,10 @@ def self_checks(
     The number of rows is halved until two full caches fit in memory. Raises SelfCheckError with one line if a deviation exceeds STOP_AT
     times the noise, UserError if one row does not fit.
     """
-    rule: Rule = "greedy" if settings.sampling.greedy else "sample"
+    rule = Rule.usual(settings.sampling.temperature)
     gamma = max(1, settings.gamma)
     as_itself = replace(settings, rule=rule, gamma=gamma)
-    greedy = DecodeSettings(GREEDY, gamma, "greedy", settings.max_tokens, settings.eos_ids, settings.seed)
+    greedy = DecodeSettings(GREEDY, gamma, Rule.usual(0), settings.max_tokens, settings.eos_ids, settings.seed)
 
     def decoded(rows: int) -> tuple[list[Response], ...]:
         asked = (

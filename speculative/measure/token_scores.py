@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from speculative.engine.models import evaluating, mask_token_of, masked_pass, takes_logits_to_keep, vocab_rows
 from speculative.errors import UserError
-from speculative.rules.rule import UNTRUNCATED, draft_draws
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
-from speculative.rules.verify import draft_settings_for
 
 # Logits of one forward: rows x columns x vocabulary, in the draft's dtype. A single longer response exceeds it alone.
 LOGITS_PER_FORWARD = 1 << 26
@@ -62,21 +61,23 @@ class TokenScores:
     def __len__(self) -> int:
         return len(self.log_draft_probs)
 
-    def log_drafted(self, rule: str) -> np.ndarray:
-        """Log probability with which a draft that samples under this rule proposes the stored token."""
-        whole = self.log_whole_probs if rule == UNTRUNCATED else None
-        return self.log_draft_probs if whole is None else whole
+    def log_drafted(self, rule: Rule) -> np.ndarray:
+        """Log probability with which the draft proposes the stored token under this rule."""
+        if not rule.draws:
+            return np.where(self.matches, 0.0, -np.inf)
+        return self.log_draft_probs if rule.truncated or self.log_whole_probs is None else self.log_whole_probs
 
-    def accept_probs(self, rule: str) -> np.ndarray:
-        """Per token (T,) the probability that it is an accepted drafted token once a block reaches it.
+    def accept_log_probs(self, rule: Rule) -> np.ndarray:
+        """`Rule.accept_log_prob` of the stored tokens (T,), without the target's probabilities where a draft takes its argmax."""
+        drafted = self.log_drafted(rule)
+        known = rule.draws or not rule.lossless
+        return rule.accept_log_prob(self.log_target_probs, drafted) if known else drafted
 
-        Rule `sample`: min(1, draft / target), by maximal coupling; its mean over target-written text is an unbiased alpha (2211.17192
-        Corollary 3.6). `greedy-draft`, `greedy`: 1 where the draft's argmax is the token. `block` judges whole blocks: the number of
-        `sample`, whose mean is also alpha. `sample-untruncated`: `sample` with another draft distribution.
+    def accept_probs(self, rule: Rule) -> np.ndarray:
+        """Per token (T,) the probability that it is an accepted drafted token once a block reaches it; the mean over text that the target
+        wrote is an unbiased alpha. A rule that judges whole blocks has the number of the token-wise one, whose mean is also alpha.
         """
-        if draft_draws(rule):
-            return np.exp(np.minimum(self.log_drafted(rule) - self.log_target_probs, 0.0))
-        return self.matches.astype(np.float64)
+        return np.exp(self.accept_log_probs(rule))
 
 
 def scored_gammas(scores: Sequence[TokenScores], gammas: Iterable[int]) -> list[int]:
@@ -150,13 +151,11 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
 
 
 def score_responses(
-    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: str = "sample"
+    draft: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, rule: Rule | None = None
 ) -> list[np.ndarray]:
-    """`TokenScores.accept_probs` of every text, in order. Raises UserError when the draft returns NaN, and for a rule that contradicts the
-    temperature.
-    """
-    law = "greedy" if draft_settings_for(rule, settings).greedy else rule
-    return [scores.accept_probs(law) for scores in score_tokens(draft, texts, settings)]
+    """`TokenScores.accept_probs` of every text, in order. rule: None is the usual one. Raises UserError when the draft returns NaN."""
+    rule = (rule or Rule.usual(1.0)).at(settings.temperature)
+    return [scores.accept_probs(rule) for scores in score_tokens(draft, texts, settings)]
 
 
 def values_by_text(

@@ -14,8 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from speculative.errors import UserError
-from speculative.rules.lossy import Lossy
-from speculative.rules.rule import RULES, UNTRUNCATED, draft_draws
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, sample
 
 
@@ -30,20 +29,18 @@ class Verified(NamedTuple):
     overlap_BG: torch.Tensor
 
 
-def draft_settings_for(rule: str, settings: SamplingSettings) -> SamplingSettings:
-    """Settings the draft samples under: the target's for `sample` and `block`, its temperature alone for `sample-untruncated`, argmax for the
-    greedy rules. Raises UserError for an unknown rule, and for rule `greedy` with a temperature above 0 (the target would sample: that is `greedy-draft`).
+def draft_settings_for(rule: Rule, settings: SamplingSettings) -> SamplingSettings:
+    """Settings the draft samples under: the target's, its temperature alone, or those of its argmax. Raises UserError for rule `greedy` with
+    a temperature above 0 (the target would sample: that is `greedy-draft`).
     """
-    if rule not in RULES:
-        raise UserError(f"rule = {rule!r}: must be one of {', '.join(RULES)}")
-    if rule == "greedy" and not settings.greedy:
+    if rule.greedy and not settings.greedy:
         raise UserError(
             f"rule = 'greedy' needs temperature 0, not {settings.temperature}: "
             "set temperature to 0, or use rule 'greedy-draft' for a sampling target"
         )
-    if rule == UNTRUNCATED:
+    if not rule.truncated:
         return SamplingSettings(settings.temperature)
-    return settings if draft_draws(rule) else GREEDY
+    return settings if rule.draws else GREEDY
 
 
 def accept_probability(target_prob: torch.Tensor, draft_prob: torch.Tensor) -> torch.Tensor:
@@ -66,7 +63,7 @@ def verify(
     coins_BG: torch.Tensor,
     residual_uniforms_BG1: torch.Tensor,
     drafted_B: torch.Tensor | None = None,
-    lossy: Lossy | None = None,
+    lenience: float = 1.0,
 ) -> Verified:
     """Speculative sampling, 2211.17192 Algorithm 1, for every rule: greedy choices are one-hot rows.
 
@@ -75,14 +72,13 @@ def verify(
     probability of 0 is never accepted, whatever the coin. `residual_uniforms_BG1[:, j]` draws the token that replaces
     a rejected j, or the bonus token at j = G. G may be 0: plain sampling from the target. `drafted_B`: how many of the
     G tokens are real in each row, the bonus token following the last of them; None = all. It may depend on committed
-    text and on the tokens it keeps, never on a later token of the block. `lossy`: tests against its bounds; epsilon needs a draft that takes its argmax.
+    text and on the tokens it keeps, never on a later token of the block. `lenience`: see `Rule`.
     """
     gamma = draft_ids_BG.shape[1]
     rows_B = torch.arange(draft_ids_BG.shape[0], device=draft_ids_BG.device)
     drafted_BG1 = draft_ids_BG.unsqueeze(-1)
-    target_prob_BG = bounds_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
-    if lossy is not None:
-        bounds_BG = lossy.bounds(target_prob_BG, lambda: torch.special.entr(target_probs_BG1V[:, :gamma]).sum(-1))
+    target_prob_BG = target_probs_BG1V[:, :gamma].gather(-1, drafted_BG1).squeeze(-1)
+    bounds_BG = lenience * target_prob_BG
     if draft_probs_BGV is None:
         passes_BG = coins_BG < bounds_BG
         accept_probs_BG = bounds_BG.clamp_max(1.0)
@@ -128,6 +124,15 @@ def verify_greedy(
     next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
     matches_as_probs_BG = matches_BG.float()
     return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)
+
+
+def lenient_ids(
+    lenience: float, logits_RV: torch.Tensor, target_R: torch.Tensor, drafted_R: torch.Tensor
+) -> torch.Tensor:
+    """Temperature 0: the drafted ids where lenience keeps them, else the target's."""
+    probs_RV = logits_RV.float().softmax(-1)
+    bounds_R = lenience * probs_RV.gather(-1, drafted_R.unsqueeze(-1)).squeeze(-1)
+    return torch.where(bounds_R > probs_RV.amax(-1), drafted_R, target_R)
 
 
 # Logarithms and derived values are (B, G), so float64 is cheap.

@@ -22,6 +22,7 @@ from distill.models.target import Target
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 GAMMA = 3
@@ -59,7 +60,10 @@ def test_counts_are_those_of_blocks_after_the_first_token(url: str, pair: tuple[
     before, answer, after = counters_of(url), ask(url, temperature=0), counters_of(url)
     ids = answer["choices"][0]["token_ids"]
     plain, _ = decode(
-        pair[0].model, None, [("a", ASKED["prompt"])], DecodeSettings(SamplingSettings(0.0), 0, "greedy", 20)
+        pair[0].model,
+        None,
+        [("a", ASKED["prompt"])],
+        DecodeSettings(SamplingSettings(0.0), 0, Rule.named("greedy"), 20),
     )
     assert ids == plain[0].response_ids  # greedy text is the target's own
     counts = read_counts(answer)

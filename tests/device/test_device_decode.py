@@ -31,6 +31,7 @@ from speculative.measure.load import full_batch_seconds
 from speculative.measure.measured import Way
 from speculative.measure.race import race
 from speculative.rules.processors import LogitsRules
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -43,13 +44,13 @@ MOST = {"max_tokens": 6, "eos_ids": (5,)}
 
 RULES = {
     "plain": DecodeSettings(WARM, 0, **MOST),
-    "greedy": DecodeSettings(GREEDY, 3, "greedy", **MOST),
-    "greedy-draft": DecodeSettings(WARM, 3, "greedy-draft", **MOST),
-    "sample": DecodeSettings(WARM, 3, "sample", **MOST),
-    "sample-untruncated": DecodeSettings(WARM, 3, "sample-untruncated", **MOST),
-    "block": DecodeSettings(WARM, 3, "block", **MOST),
-    "greedy tree": DecodeSettings(GREEDY, 2, "greedy", tree=TREE, **MOST),
-    "sampled tree": DecodeSettings(WARM, 2, "sample", tree=TREE, **MOST),
+    "greedy": DecodeSettings(GREEDY, 3, Rule.named("greedy"), **MOST),
+    "greedy-draft": DecodeSettings(WARM, 3, Rule.named("greedy-draft"), **MOST),
+    "sample": DecodeSettings(WARM, 3, Rule.named("sample"), **MOST),
+    "sample-untruncated": DecodeSettings(WARM, 3, Rule.named("sample-untruncated"), **MOST),
+    "block": DecodeSettings(WARM, 3, Rule.named("block"), **MOST),
+    "greedy tree": DecodeSettings(GREEDY, 2, Rule.named("greedy"), tree=TREE, **MOST),
+    "sampled tree": DecodeSettings(WARM, 2, Rule.named("sample"), tree=TREE, **MOST),
     "rules": DecodeSettings(WARM, 2, rules=LogitsRules(1.2, bias=((3, 1.0),), banned_ids=(7,)), min_tokens=4, **MOST),
 }
 

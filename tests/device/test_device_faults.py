@@ -19,6 +19,7 @@ from speculative.engine import memory
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.runners import GRAPHED, GraphRunner
 from speculative.errors import TooLittleMemory, UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 pytestmark = pytest.mark.device
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.device
 TARGET = tiny_model(num_hidden_layers=1)
 DRAFT = perturbed(TARGET)
 PROMPTS = prompts_of([7, 3, 60, 12, 5])
-SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, "sample", max_tokens=12, eos_ids=(5,))
+SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, Rule.named("sample"), max_tokens=12, eos_ids=(5,))
 
 
 class Hears(FixedGamma):

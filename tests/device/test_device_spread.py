@@ -14,13 +14,14 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import devices_of
 from speculative.measure.self_checks import self_checks
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.tree import TokenTree
 
 pytestmark = pytest.mark.device
 
 CPU, GPU = torch.device("cpu"), "cuda:0"
-SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, "sample", max_tokens=6, eos_ids=(5,))
+SETTINGS = DecodeSettings(SamplingSettings(0.9, top_p=0.95), 3, Rule.named("sample"), max_tokens=6, eos_ids=(5,))
 PROMPTS = prompts_of([7, 3, 12])
 
 
@@ -41,7 +42,11 @@ def spread(model: Any) -> Any:
 def test_a_spread_target_decodes_as_a_whole_one(tree: TokenTree | None) -> None:
     target = tiny_model()
     draft = perturbed(target)
-    settings = SETTINGS if tree is None else DecodeSettings(SETTINGS.sampling, 2, "sample", max_tokens=6, tree=tree)
+    settings = (
+        SETTINGS
+        if tree is None
+        else DecodeSettings(SETTINGS.sampling, 2, Rule.named("sample"), max_tokens=6, tree=tree)
+    )
     expected, _ = decode(target, ModelDrafter(draft), PROMPTS, settings, batch_size=2)
     parts = spread(target)
     assert [device.type for device in devices_of(parts)] == ["cuda", "cpu"]

@@ -4,19 +4,17 @@ Legend: N tokens, E events, V vocabulary, K stored entries, R response tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from data.signals.signal import DenseSignal, Signal, TopKSignal
+from data.signals.signal import Signal, TopKSignal
 from distill.loss.chunk_heads import Student
 from distill.loss.definitions import (
     Objective,
     entropy_weight,
     filled_ids,
-    selected_rows,
 )
 from distill.loss.objective import Scored, refuse_impossible
 
@@ -89,27 +87,15 @@ def eager_loss(
     signal: Signal | None,
     labels_R: Tensor,
     weights_R: Tensor | None = None,
-    *,
-    reference: DenseSignal | None = None,
 ) -> Scored:
     """`chunked_loss`, plainly."""
-    refuse_impossible(objective, signal, reference)
+    refuse_impossible(objective, signal)
     logits_RV = student.head(student.hidden_RD)
     loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
     if weights_R is not None:
         loss_R = loss_R * weights_R.to(loss_R.dtype)
     if objective.weighting == "entropy":
         loss_R = loss_R * entropy_weight(entropy_R)
-    elif objective.weighting == "selected":
-        assert reference is not None
-        with torch.no_grad():
-            compare = replace(objective, weights={"forward_kl": 1.0})
-            behind, ahead = (
-                _by_definition(compare, signal, logits, labels_R)[0]
-                for logits in (logits_RV, reference.head(reference.hidden_RD))
-            )
-            kept_I = selected_rows(behind, ahead, objective.keep)
-        loss_R = loss_R[kept_I]
     return Scored(loss_R.sum(), overlap_R, slack_R)
 
 

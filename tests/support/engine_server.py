@@ -34,7 +34,7 @@ class Engine:
     target: Any
     draft: Any
     gamma: int
-    rule: Rule = "greedy-draft"
+    rule: str = "greedy-draft"
     drafting: Drafting = "autoregressive"
     level: str = "detailed"
     metrics: bool = True
@@ -68,15 +68,15 @@ class Engine:
             known = self.made.setdefault((asked, most), {})
             if tuple(request["prompt"]) not in known:
                 prompts = [list(prompt) for prompt in self.prompts] or [request["prompt"]]
-                rule: Rule = "greedy" if sampling.greedy else "sample"
-                plain = DecodeSettings(sampling, 0, rule, 1, eos, seed=17)
+                rule = Rule.usual(sampling.temperature).name
+                plain = DecodeSettings(sampling, 0, Rule.named(rule), 1, eos, seed=17)
                 keyed = [(str(index), prompt) for index, prompt in enumerate(prompts)]
                 heads = [found.response_ids for found in decode(self.target, None, keyed, plain)[0]]
                 known.update({tuple(prompt): (head, [], []) for prompt, head in zip(prompts, heads, strict=True)})
                 longer = [number for number, head in enumerate(heads) if most > 1 and head[-1] not in eos]
                 gamma = self.gamma if self.draft is not None else 0
                 settings = replace(
-                    plain, gamma=gamma, rule="greedy" if sampling.greedy else self.rule if gamma else rule
+                    plain, gamma=gamma, rule=Rule.named("greedy" if sampling.greedy else self.rule if gamma else rule)
                 )
                 keyed = [(f"{number} on", [*prompts[number], *heads[number]]) for number in longer]
                 drafter = Draft(self.draft, self.drafting).drafter() if gamma else None

@@ -13,6 +13,7 @@ from speculative.engine.fused import kernels, products
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.products import Matrix, Products, Tile, Workspace
 from speculative.engine.fused.weights import Weights
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 
@@ -62,7 +63,7 @@ def products_do_not_depend_on_their_division():
 def texts_are_those_of_eager_calls():
     target = tiny_model("qwen3", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=20)
     draft, prompts = perturbed(target), prompts_of([5, 1], vocab_size=20)
-    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=5)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=5)
     memory.make_runner = lambda kind: CpuGraphRunner()
     eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
     cached_model.fused_weights = fused.agreeing_weights

@@ -29,10 +29,11 @@ from data.signals.store import SignalStore, signal_manifest
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT, UNDISTILLED
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
-GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule="greedy", eos_ids=(2,))
-SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), rule="sample", seed=5)
+GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule=Rule.named("greedy"), eos_ids=(2,))
+SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), rule=Rule.named("sample"), seed=5)
 
 
 def target_at(url: str, record: Path | None = None, **options: Any) -> EndpointTarget:

@@ -20,6 +20,7 @@ from data.responses.store import Row, Store
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -82,7 +83,9 @@ def test_every_prompt_is_answered_once(tmp_path: Path) -> None:
 
 
 def test_greedy_samples_are_alike_and_carry_no_surprise(tmp_path: Path) -> None:
-    settings = DecodeSettings(SamplingSettings(temperature=0.0), rule="greedy", max_tokens=12, eos_ids=(2,), seed=3)
+    settings = DecodeSettings(
+        SamplingSettings(temperature=0.0), rule=Rule.named("greedy"), max_tokens=12, eos_ids=(2,), seed=3
+    )
     rows = answers(tmp_path / "store", prompts_of(4), settings, samples=2)
     for prompt in prompts_of(4):
         assert len({tuple(row.response_ids) for row in rows if row.prompt_id == prompt.prompt_id}) == 1

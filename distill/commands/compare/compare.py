@@ -148,7 +148,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     rule: Any = options.rule or None
     text = load_frozen_text(home, rule, options.trust_remote_code)
     if rule is not None:
-        draft_settings_for(rule, text.sampling)
+        draft_settings_for(text.rule, text.sampling)
     wanted = str(text.manifest["target"])
     # With --on the user has said whose text counts: a draft of an older target is then a draft like any other.
     for path, run in runs if options.on is None else []:

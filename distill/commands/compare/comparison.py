@@ -29,6 +29,7 @@ from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls
 from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
+from speculative.rules.rule import Rule
 
 # Where nothing was timed the fewest target calls are best.
 UNTIMED = given_costs(1.0, 0.0)
@@ -67,18 +68,18 @@ class Scored(Way):
     def tokens_N(self) -> np.ndarray:
         return np.array([len(one) for one in (self.scores if self.kept is None else self.kept) or []])
 
-    def _blocks(self, rule: str, gammas: Sequence[int]) -> Blocks:
+    def _blocks(self, rule: Rule, gammas: Sequence[int]) -> Blocks:
         """Expected blocks (N, K); `found_NK` are those that lookup proposed."""
         drafted = None if self.scores is None else texts_of(self.scores, rule)
         if self.kept is None:
             return expected_blocks(drafted or [], gammas)
         return found_blocks(self.kept, gammas, drafted)
 
-    def calls(self, rule: str, gammas: Sequence[int]) -> np.ndarray:
+    def calls(self, rule: Rule, gammas: Sequence[int]) -> np.ndarray:
         """Expected target calls (N, K)."""
         return self._blocks(rule, gammas).calls_NK
 
-    def steps(self, rule: str, gammas: Sequence[int]) -> np.ndarray | None:
+    def steps(self, rule: Rule, gammas: Sequence[int]) -> np.ndarray | None:
         """Target steps (N, K) that the responses take, with their prompts; None where nothing was timed."""
         if self.costs is None:
             return None
@@ -118,7 +119,7 @@ def way_of(text: str) -> NamedWay:
 
 
 def with_lookup(
-    draft: Scored | None, texts: Sequence[HeldoutResponse], rule: str, gamma: int, costs: StepCosts | None
+    draft: Scored | None, texts: Sequence[HeldoutResponse], rule: Rule, gamma: int, costs: StepCosts | None
 ) -> Scored:
     """Lookup alone, or before a draft, at the n-gram sizes that replay of the text finds best at this gamma.
 
@@ -234,7 +235,7 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         on=str(text.run),
         target={"path": text.config.target.path, "fingerprint": str(text.manifest["target"])},
-        rule=text.rule,
+        rule=text.rule.name,
         gamma=gamma,
         sampling=text.sampling.as_dict(),
         ways=[_way(entry, keys, text.rule, gamma) for entry in entries],
@@ -248,12 +249,12 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
     )
 
 
-def _row(entry: Scored, keys: Sequence[Any], rule: str, gamma: int, text: str) -> Measured:
+def _row(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int, text: str) -> Measured:
     """A row for a way on a text at one gamma: alpha and tau by replay, and the predicted speed-up if steps were timed."""
     curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
     row = Measured(
         entry.name,
-        rule,
+        rule.name,
         1,
         text,
         curve.prompts,
@@ -275,7 +276,7 @@ def _row(entry: Scored, keys: Sequence[Any], rule: str, gamma: int, text: str) -
     return row
 
 
-def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedWay:
+def _way(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int) -> ComparedWay:
     gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
     curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
     way = ComparedWay(
@@ -288,7 +289,7 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
         survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
     )
     if entry.engine is not None and entry.judged is not None:
-        rows = entry.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule, curve.tokens / len(keys))
+        rows = entry.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule.name, curve.tokens / len(keys))
         rows = [replace(row, way=entry.name) for row in rows]
         way = way.model_copy(update={"engine": entry.engine.label, "in_engine": rows})
     if costs is None:
@@ -306,7 +307,7 @@ def _way(entry: Scored, keys: Sequence[Any], rule: str, gamma: int) -> ComparedW
 
 
 def _difference(
-    ours: Scored, first: Scored, keys: Sequence[Any], rule: str, gamma: int, where: tuple[str, int]
+    ours: Scored, first: Scored, keys: Sequence[Any], rule: Rule, gamma: int, where: tuple[str, int]
 ) -> Difference:
     """What a way gains over the first. The speed-up uses the costs of each. where: the text, and how many comparisons were made on it."""
     text, looks = where

@@ -135,7 +135,7 @@ def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Me
     (tau, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
     prompts = [one.prompt for one in text.responses]
     row = Measured(
-        name, text.rule, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(own), gamma=gamma, tau=tau
+        name, text.rule.name, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(own), gamma=gamma, tau=tau
     )
     row = replace(row, tau_ci=ratio_with_interval(tokens_N, blocks_N, prompts)[1], how={"tau": "replay"})
     rows = zip(tokens_N.tolist(), blocks_N.tolist(), tokens_N.tolist(), [0.0] * len(own), strict=True)

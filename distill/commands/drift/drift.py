@@ -113,7 +113,7 @@ def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, not
         f"gamma {baseline.gamma}, rule {baseline.rule}. The change is {change.change:+.3f} {interval(change.ci, '+.3f')} over {requests:,} "
         f"{'intervals' if log.sums else 'requests'}."
     )
-    source, way = str(options.log or options.metrics_url), Measured(DRAFT, baseline.rule)
+    source, way = str(options.log or options.metrics_url), Measured(DRAFT, baseline.rule.name)
     kinds: tuple[tuple[str, int, float, How], ...] = (
         (source, requests, change.rate, "served"),
         (HELD_OUT, len(baseline.prompts), change.baseline, "replay"),

@@ -3,14 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
 from distill.commands.evaluate.scores import Asked, score_lines, task_scores
-from distill.commands.output import check_known, check_writable, write_asked
+from distill.commands.output import check_writable, write_asked
 from distill.config.load import dump_config, load_trusted
 from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
@@ -33,7 +32,7 @@ from speculative.measure.cost import gamma_to_run, predicted_speed_ups
 from speculative.measure.measured import DRAFT
 from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.self_checks import self_checks
-from speculative.rules.rule import RULES, Rule
+from speculative.rules.rule import Rule
 
 
 def evaluate_command(options: EvaluateOptions) -> int:
@@ -42,8 +41,7 @@ def evaluate_command(options: EvaluateOptions) -> int:
     Raises UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
     """
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
-    rule: Any = options.rule or config.judge_rule
-    check_known("--rule", rule, RULES)
+    rule = Rule.named(options.rule) if options.rule else config.judge_rule
     gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
     if options.losslessness or options.scorer:
         if len(gammas) > 1:

@@ -91,7 +91,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         )
     return TaskScores(
         scorer=scorer,
-        rule=asked.rule,
+        rule=asked.rule.name,
         gamma=asked.gamma,
         prompts=len(pair.prompts),
         samples=samples,

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -29,8 +28,9 @@ from speculative.engine.cached_model import speed_warnings
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.metrics import latency, live_metrics, stage_seconds
-from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, agreement_words, law_of
+from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, agreement_words
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 MAX_TOKENS = 128
@@ -55,7 +55,7 @@ def generate_command(options: GenerateOptions) -> None:
     check_writable("--out", options.out)
     tree = recipe.tree if recipe is not None else None
     gamma = tree.depth if tree is not None else parse_gamma(options.gamma)
-    rule: Any = options.rule or ("greedy" if options.temperature == 0 else "sample")
+    rule = Rule.named(options.rule) if options.rule else Rule.usual(options.temperature)
     settings = DecodeSettings(
         SamplingSettings(options.temperature, options.top_k, options.top_p),
         gamma,
@@ -235,4 +235,4 @@ def replay_check(
     offsets = settings.gamma if isinstance(drafter, ParallelDrafter) else None
     scores = score_tokens(drafter.model, responses, settings.sampling, offsets=offsets)
     blocks = [response.blocks for response in responses]
-    return agreement_of(scores, law_of(settings.rule, settings.sampling), blocks, settings.gamma)
+    return agreement_of(scores, settings.rule, blocks, settings.gamma)

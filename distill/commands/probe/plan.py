@@ -32,7 +32,8 @@ class Plan:
     @property
     def lead(self) -> tuple[float, Rule]:
         sampled = [value for value in self.temperatures if value > 0]
-        return (sampled[0], "sample") if sampled else (0.0, "greedy")
+        temperature = sampled[0] if sampled else 0.0
+        return temperature, Rule.usual(temperature)
 
     def costs_of(self, draft: Draft | None, load: int) -> StepCosts | None:
         """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the same time for a token and for a block.

@@ -80,7 +80,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     for prospect in prospects:
         _judge(prospect, plan, target, texts, lookups, stages)
     _require_one(prospects)
-    planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1], plan.given)
+    planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1].name, plan.given)
     lead_text = text_name(plan.lead[0])
     decision, best, sentence = overall(prospects, lookups[lead_text], planned)
     first_prices = [price for one in prospects for price in one.prices if price.batch_size == plan.batch_sizes[0]]
@@ -92,7 +92,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         settings=_settings(options, plan, len(prompts), opened.device),
         checks=dict(checks),
         texts=[about for _, about in facts],
-        target_prices=[ceilings.price_of(TARGET, rule, costs) for (rule, _), costs in alone.items()],
+        target_prices=[ceilings.price_of(TARGET, rule.name, costs) for (rule, _), costs in alone.items()],
         lookups=list(lookups.values()),
         drafts=prospects,
         assumptions=assumptions(plan),
@@ -119,7 +119,7 @@ def _settings(options: ProbeOptions, plan: Plan, prompts: int, device: torch.dev
         options.chat,
         options.max_tokens,
         text_name(plan.lead[0]),
-        plan.lead[1],
+        plan.lead[1].name,
         plan.gammas,
         plan.batch_sizes,
         plan.engine.label if plan.engine else "measured" if plan.given is None else "given",
@@ -203,7 +203,7 @@ def _timed(
             (rule, size): measure_costs(
                 target,
                 draft,
-                DecodeSettings(SamplingSettings(0.0 if rule == "greedy" else plan.lead[0] or 1.0), rule=rule),
+                DecodeSettings(SamplingSettings(0.0 if rule.greedy else plan.lead[0] or 1.0), rule=rule),
                 gammas=plan.gammas,
                 batch_size=size,
                 context=plan.context,
@@ -244,7 +244,7 @@ def _judge(
                 text.peaks,
                 text.keys,
                 costs[rule, load],
-                text.row(name, rule, load),
+                text.row(name, rule.name, load),
                 lookups[text.name].speed_up or 1.0,
                 said,
             )
@@ -254,5 +254,5 @@ def _judge(
                 prospect.detectable_alpha = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
     lead = prospect.lead
     assert lead is not None
-    prospect.prices = [ceilings.price_of(name, rule, of) for (rule, _), of in costs.items()]
+    prospect.prices = [ceilings.price_of(name, rule.name, of) for (rule, _), of in costs.items()]
     prospect.at_loads = [ceilings.at_load(lead.now, lead.taus, of) for (_, size), of in costs.items() if size != load]

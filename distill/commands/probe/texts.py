@@ -22,8 +22,7 @@ from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import Measured
 from speculative.measure.metrics import alpha_with_interval
-from speculative.measure.replay import law_of
-from speculative.rules.rule import Rule, rules_of_text
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -42,7 +41,7 @@ class ProbeText:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules that the text can be replayed under, its own first."""
-        return rules_of_text(law_of("sample", self.sampling), truncated=self.sampling.truncates)
+        return Rule.usual(self.sampling.temperature).replayable(truncates=self.sampling.truncates)
 
     @property
     def keys(self) -> Sequence[Hashable]:
@@ -60,7 +59,7 @@ class ProbeText:
 
     def facts(self, gammas: Sequence[int], costs: StepCosts) -> tuple[Measured, TextFacts]:
         """(the row of prompt lookup, the facts about the text)."""
-        row = self.row("", self.rules[0], costs.batch_size)
+        row = self.row("", self.rules[0].name, costs.batch_size)
         lookup, proposes, hits = ceilings.lookup_outlook(self.responses, self.keys, gammas, costs, row)
         alpha, ends = alpha_with_interval([text.peaks for text in self.peaks], self.keys)
         greedy = (None, None) if self.sampling.greedy else (alpha, ends)
@@ -75,7 +74,7 @@ def text_name(temperature: float) -> str:
 
 def decode_settings(options: ProbeOptions, target: Target, temperature: float) -> DecodeSettings:
     """Settings to decode with the target alone."""
-    rule: Rule = "greedy" if temperature == 0 else "sample"
+    rule = Rule.usual(temperature)
     return DecodeSettings(SamplingSettings(temperature), 0, rule, options.max_tokens, target.facts.eos_ids)
 
 

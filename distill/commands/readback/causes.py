@@ -6,7 +6,6 @@ from distill.commands.readback.comparison import Counted, Predicted, Replayer
 from speculative.explain.text_law import TextLaw
 from speculative.measure.engine_blocks import canary, foreign_tokens
 from speculative.measure.replay import WORRYING_Z
-from speculative.rules.rule import draft_draws
 
 _FOREIGN = 0.05  # Share of accepted tokens that the run's draft would not propose; rounding explains less.
 _LEAST = 3  # such tokens, at least
@@ -71,11 +70,11 @@ def foreign(counted: Counted, replayer: Replayer, prediction: Predicted) -> list
     Argmax drafts: count accepted tokens that our draft would not propose. Sampled drafts: given the text, each token is accepted
     with a known probability, so the sum of (accepted - probability) x (probability - 1/2) has mean 0 and a known variance.
     """
-    if counted.rows is None or not replayer.knows(prediction.rule) or prediction.rule == "block":
+    if counted.rows is None or not replayer.knows(prediction.rule) or prediction.rule.joint:
         return []
     assert replayer.scores is not None
     accepted, never, tested = foreign_tokens(counted.rows, replayer.scores, prediction.rule)
-    if draft_draws(prediction.rule):
+    if prediction.rule.draws:
         terms = [((was - own) * (own - 0.5), own * (1 - own) * (own - 0.5) ** 2) for own, was in tested]
         spread = math.sqrt(sum(variance for _, variance in terms))
         z = sum(term for term, _ in terms) / max(spread, 1e-9)

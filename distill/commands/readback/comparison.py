@@ -28,7 +28,7 @@ from speculative.measure.measured import DRAFT, Measured
 from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.token_scores import TokenScores, score_tokens
-from speculative.rules.rule import Rule, draft_draws, rules_of_text
+from speculative.rules.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Predicted:
     unseen: the largest difference, as a share of the blocks, that the test can miss.
     """
 
-    rule: str
+    rule: Rule
     gamma: int
     tau: float
     tau_ci: Interval
@@ -91,22 +91,22 @@ class Replayer:
         self.own_scores = score_tokens(draft.model, own, sampling, offsets=offsets)
         self.scores = None if texts is None else score_tokens(draft.model, texts, sampling, offsets=offsets)
 
-    def knows(self, rule: str) -> bool:
+    def knows(self, rule: Rule) -> bool:
         """Whether the served text can be replayed under a rule: its ids are known, and its probabilities if the draft samples."""
-        return self.scores is not None and (not draft_draws(rule) or self.law is not None)
+        return self.scores is not None and (not rule.draws or self.law is not None)
 
-    def rules(self, rule: str) -> tuple[Rule, ...]:
+    def rules(self, rule: Rule) -> tuple[Rule, ...]:
         """Return the rules that the served text can be replayed under, each once."""
-        return rules_of_text(rule, self.knows("sample"), self.replies.settings.sampling.truncates)
+        return rule.replayable(self.law is not None, self.replies.settings.sampling.truncates)
 
-    def predict(self, counted: Counted, rule: str, gamma: int) -> Predicted:
+    def predict(self, counted: Counted, rule: Rule, gamma: int) -> Predicted:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
         if self.knows(rule):
             assert self.scores is not None
             tau, ci = self._tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
             predicted, z, agrees = served_agreement(self.scores, rule, blocks, gamma)
-            spread = abs((counted.blocks - predicted) / z) if z and draft_draws(rule) else 0.0
+            spread = abs((counted.blocks - predicted) / z) if z and rule.draws else 0.0
             return Predicted(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
         if len(self.own_scores) < 2:
             raise UserError(
@@ -119,16 +119,16 @@ class Replayer:
         z = (counted.tau - tau) / spread
         return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z, WORRYING_Z * spread / tau)
 
-    def expect(self, rule: str, gamma: int) -> tuple[float, Interval]:
+    def expect(self, rule: Rule, gamma: int) -> tuple[float, Interval]:
         """Return tau of the run's own text and its interval."""
         return self._tau(self.own_scores, rule, gamma)
 
-    def _tau(self, scores: list[TokenScores], rule: str, gamma: int) -> tuple[float, Interval]:
+    def _tau(self, scores: list[TokenScores], rule: Rule, gamma: int) -> tuple[float, Interval]:
         tau, blocks_N = tau_of(scores, rule, gamma)
         tokens_N = np.array([len(score) for score in scores])
         return tau, ratio_with_interval(tokens_N, blocks_N, self.replies.prompts)[1]
 
-    def shares(self, rule: str, gamma: int, spared: int) -> tuple[list[float], float]:
+    def shares(self, rule: Rule, gamma: int, spared: int) -> tuple[list[float], float]:
         """Return (survival, accepted/drafted) of the text that `predict` uses."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
         return predicted_shares(scores, rule, gamma, spared=spared)

@@ -53,7 +53,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     with held_for(place / READBACK):
         source = of_prompts(options) if options.run is None else of_run(options, options.run)
         clients = _clients(options, source)
-        greedily, sampled = source.settings.under("greedy", 0), not source.settings.sampling.greedy
+        greedily, sampled = source.settings.at_temperature_0(), not source.settings.sampling.greedy
         greedy_file, *files = (
             AnswerFile(source.folder / name, client, options.resume)
             for name, client in zip((GREEDY_ANSWERS, ANSWERS, PLAIN_ANSWERS), (clients[0], *clients), strict=False)

@@ -31,7 +31,7 @@ from speculative.explain.text_law import TextLaw
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, HELD_OUT, Measured
 from speculative.measure.record import Record
-from speculative.rules.rule import rules_of_text
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 _SEED = 4  # Added to the run's seed, so that it differs from the seeds of the run's own responses.
@@ -87,9 +87,9 @@ def of_prompts(options: ReadbackOptions) -> Source:
     # The content is in the key, so that --resume never takes an answer to another prompt.
     keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
     sampling = SamplingSettings(options.temperature)
-    rule = "greedy" if sampling.greedy else "sample"
-    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)  # type: ignore[arg-type]
-    greedy = frozen_responses(target.model, keyed, settings.under("greedy", 0), "")
+    rule = Rule.usual(sampling.temperature)
+    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)
+    greedy = frozen_responses(target.model, keyed, settings.at_temperature_0(), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
     def judge(replies: Replies, *_: Any) -> Judged:
@@ -124,7 +124,7 @@ def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Ju
             f"nothing was drafted in {1 - counted.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
             "after the end of a response can hide such a call, so tau is slightly high"
         )
-    rule = "greedy" if replies.settings.sampling.greedy else "unknown" if rule == "auto" else rule
+    rule = replies.settings.rule.name if replies.settings.sampling.greedy else "unknown" if rule == "auto" else rule
     gamma = total.gamma if knows_gamma else gamma
     return Judged(total, rule, own_interval(total), gamma, notes=total.notes + notes)
 
@@ -142,7 +142,7 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
     settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED, frozen.target)
     settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
-    settings = settings if frozen.rule != "greedy" else settings.under("greedy", 0)
+    settings = settings if not frozen.rule.greedy else settings.at_temperature_0()
 
     judge = functools.partial(_judge, options, frozen, verdict)
     speed = None
@@ -157,8 +157,8 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         target = open_target(options.target, "auto", "")
         target.tokenizer = frozen.target.tokenizer
         prompts = [(text.key, text.prompt_ids) for text in texts]
-        greedy = frozen_responses(target.model, prompts, settings.under("greedy", 0), "")
-        texts = greedy if frozen.rule == "greedy" else texts
+        greedy = frozen_responses(target.model, prompts, settings.at_temperature_0(), "")
+        texts = greedy if frozen.rule.greedy else texts
     return Source(str(run), run, target, "target.path", texts, greedy, settings, judge, speed=speed)
 
 
@@ -170,15 +170,17 @@ def _judge(
     law: TextLaw | None,
     engine: str,
 ) -> Judged:
-    sampled, model = frozen.rule != "greedy", frozen.draft(options.draft or _served(frozen.run))
+    sampled, model = not frozen.rule.greedy, frozen.draft(options.draft or _served(frozen.run))
     way = drafting_to_serve(verdict, mask_token_of(model.config) is not None)
     draft = Draft(model, way)
     gammas = _gammas(options, frozen, verdict, draft, engine)
     counted = count(main, gammas[0])
     if counted.undrafted(max(gammas)) and main.plain:
         note = f"at {options.concurrency} requests most steps were without a draft: acceptance is not compared, the speed is"
-        rule = "greedy" if not sampled else "sample"
-        return Judged(replace(counted, rows=None, blocks=counted.tokens, survival=None), rule, None, 0, notes=[note])
+        rule = Rule.usual(int(sampled))
+        return Judged(
+            replace(counted, rows=None, blocks=counted.tokens, survival=None), rule.name, None, 0, notes=[note]
+        )
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
     prediction = _rule(options, counted, replayer, wanted, sampled)
@@ -186,7 +188,7 @@ def _judge(
     survival, rate = replayer.shares(prediction.rule, prediction.gamma, counted.spared)
     return Judged(
         counted,
-        prediction.rule,
+        prediction.rule.name,
         tau_interval(counted, shown.tau, shown.tau_ci),
         counted.gamma,
         _rows(replayer, prediction, rate),
@@ -203,7 +205,7 @@ def _rows(replayer: Replayer, prediction: Predicted, rate: float) -> list[Measur
     replayable = replayer.knows(prediction.rule)
     row = Measured(
         DRAFT,
-        prediction.rule,
+        prediction.rule.name,
         text=SERVED_TEXT if replayable else HELD_OUT,
         prompts=len(replayer.replies.answers),
         gamma=prediction.gamma,
@@ -226,7 +228,7 @@ def _frozen(options: ReadbackOptions, run: Path) -> tuple[FrozenText, list[Heldo
     frozen = replace(frozen, responses=frozen.responses[: options.count])
     if not frozen.responses:
         raise UserError(f"{run}: no held-out responses; give a run that has judged its draft")
-    if frozen.rule == "greedy":
+    if frozen.rule.greedy:
         return frozen, frozen.responses
     store = run / RESPONSES / HELDOUT_GREEDY
     return frozen, frozen_responses_of(Store(store).read())[: options.count] if store.is_dir() else []
@@ -257,9 +259,9 @@ def _gammas(
 def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
     """Return the prediction under --rule; by default under the closest of the rules that engines use."""
     if not sampled or options.rule != "auto":
-        return replayer.predict(counted, "greedy" if not sampled else options.rule, gamma)
+        return replayer.predict(counted, Rule.named(options.rule) if sampled else Rule.usual(0), gamma)
     truncated = replayer.replies.settings.sampling.truncates
-    usual = [rule for rule in rules_of_text("sample", truncated=truncated) if rule != "block"]
+    usual = [rule for rule in Rule.usual(1).replayable(truncates=truncated) if not rule.joint]
     near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
     # Two rules can have the same tau and accept other tokens.
     rule = min(

@@ -12,6 +12,7 @@ import jinja2
 from distill.engines.protocol.engine import Engine, known_engines
 from distill.engines.protocol.facts import EngineFacts
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 # A quoted shell word can hold these characters, but the JSON and YAML around the path in the commands cannot.
@@ -40,7 +41,8 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
     engine = known_engines()[name]
     facts = _facts_of(engine, facts)
     rule = engine.default_rule if engine.rule is None else engine.rule(facts)
-    rule = "greedy" if facts.sampling is not None and facts.sampling.greedy else rule
+    if facts.sampling is not None:
+        rule = Rule.named(rule).at(facts.sampling.temperature).name
     reasons = [*_vocabulary_reasons(engine, facts), *engine.refusals(facts)]
     page = _page(engine, facts)
     return EngineVerdict(
@@ -162,7 +164,7 @@ def _vocabulary_reasons(engine: Engine, facts: EngineFacts) -> list[str]:
 
 
 def _rule_note(rule: str, facts: EngineFacts) -> str:
-    accepts = f"accepts by rule {rule} at temperature {'0' if rule == 'greedy' else '> 0'}"
+    accepts = f"accepts by rule {rule} at temperature {'0' if Rule.named(rule).greedy else '> 0'}"
     if rule in facts.taus:
         return f"{accepts}: {facts.predicted(rule)} at gamma {facts.gamma}"
     if facts.measured_rule is None:

@@ -32,7 +32,6 @@ _WARM = {
     "serving.samples_per_prompt": 1,
     "judge.served": None,
     "judge.lenience": [],
-    "judge.typical": [],
 }
 # A probe is only replayed; nothing is timed.
 _PROBE = {

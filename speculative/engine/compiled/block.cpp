@@ -42,7 +42,7 @@ struct Block {
     int64_t *counts, *sources;                          // (B, R): drafted tokens; 1 drafted after a lookup, else 0
     double *log_probs, *overlap, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
     double *seconds;                                    // (B, 3): draft, verify, accept
-    double lenience, epsilon;  // 1 and 0 if lossless
+    double lenience;                                    // 1 if lossless
     Sampling sampling, draft_sampling;
 };
 
@@ -223,12 +223,6 @@ static long accept_greedy(const Work &b, long row, const float *logits, long cou
     }
 }
 
-static double typical(const float *target, long V, double epsilon) {
-    double entropy = 0.0;  // 2401.10774
-    for (long v = 0; v < V; v++) entropy -= target[v] > 0.0f ? target[v] * std::log(target[v]) : 0.0f;
-    return std::min(epsilon, std::sqrt(epsilon) * std::exp(-entropy));
-}
-
 // Speculative sampling (2211.17192, Algorithm 1), position by position: no probability is computed after the first rejection.
 // draft: probabilities (G, V); null if they are one-hot.
 static long accept_sampled(const Work &b, long row, const float *draft, float *logits, long count, long &next) {
@@ -244,14 +238,13 @@ static long accept_sampled(const Work &b, long row, const float *draft, float *l
         if (place < count) {
             double target_prob = target[id], draft_prob = one_hot ? 1.0 : own[id];
             b.overlap[row] += one_hot ? target[id] : overlap(target, own, V);
-            double bound = b.epsilon > 0.0 ? target_prob > typical(target, V, b.epsilon) : b.lenience * target_prob;
-            if (uniforms[COIN] * draft_prob < bound) {
+            if (uniforms[COIN] * draft_prob < b.lenience * target_prob) {
                 b.log_probs[row * (b.gamma + 1) + place] = std::log(target_prob);
                 continue;
             }
         }
         std::vector<float> residual(target, target + V);
-        if (place < count && b.epsilon == 0.0) {
+        if (place < count) {
             bool left = false;
             for (long v = 0; v < V; v++) {
                 residual[v] = one_hot ? (v == id ? 0.0f : target[v]) : std::max(target[v] - own[v], 0.0f);

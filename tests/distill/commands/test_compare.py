@@ -28,6 +28,7 @@ from speculative.measure.effects import Gain
 from speculative.measure.measured import HELD_OUT
 from speculative.measure.replay import expected_blocks_of, texts_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_domains_are_compared_each_by_itself(tiny_run, worse):
         taus = []
         for entry in entries[:2]:
             scores = entry.scores[number::2]
-            taus.append(sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum())
+            taus.append(sum(map(len, scores)) / expected_blocks_of(scores, Rule.named("sample"), (3,)).sum())
         own, _ = result.differences_on(domain)
         assert own.tau.gain == pytest.approx(taus[1] - taus[0])
         assert own.looks == 4, "two comparisons in each of two domains"

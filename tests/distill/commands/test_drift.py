@@ -63,7 +63,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
         AcceptanceRecord(order, row["drafted"], row["accepted"], row["blocks"], row["domain"])
         for order, row in enumerate(rows)
     ]
-    known = Baseline(GAMMA, "sample", prompts)
+    known = Baseline(GAMMA, Rule.named("sample"), prompts)
     monkeypatch.setattr(drift, "baseline_of", lambda *_: known)
 
 
@@ -189,19 +189,19 @@ def test_gamma_is_the_logs_where_it_tells() -> None:
     ("rule", "drafting"),
     [(rule, "autoregressive") for rule in ("sample", "block", "greedy-draft")] + [("sample", "parallel")],
 )
-def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, drafting: Drafting) -> None:
+def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: str, drafting: Drafting) -> None:
     """Blocks against their exact expectation on the same text; accepted/drafted against what the decoder counted."""
     target = tiny_model()
     draft = perturbed(target, 0.05)
     draft.config.pard_token = 0
-    settings = DecodeSettings(gamma=3, rule=rule, max_tokens=24)
+    settings = DecodeSettings(gamma=3, rule=Rule.named(rule), max_tokens=24)
     responses, _ = decode(target, Draft(draft, drafting).drafter(), prompts_of([5] * 60), settings, batch_size=60)
     texts = [HeldoutResponse(r.key, "d", r.prompt_ids, r.response_ids, r.log_target_probs) for r in responses]
     scores = score_tokens(draft, texts, settings.sampling, offsets=3 if drafting == "parallel" else None)
-    draws = [drawn_prompts(["d"] * 60, scores, rule, 3, seed) for seed in range(60)]
+    draws = [drawn_prompts(["d"] * 60, scores, Rule.named(rule), 3, seed) for seed in range(60)]
     assert [len(rows) for rows in draws] == [60] * 60
     blocks = np.array([[row.blocks for row in rows] for rows in draws])
-    expected = expected_blocks_of(scores, rule, (3,))[:, 0]
+    expected = expected_blocks_of(scores, Rule.named(rule), (3,))[:, 0]
     error = np.sqrt(blocks.var(0, ddof=1).sum() / len(draws))  # 0 under argmax rules: the text alone says
     assert abs(blocks.mean(0).sum() - expected.sum()) <= 4 * error + 1e-6
     assert all(row.drafted == 3 * row.blocks and 0 <= row.accepted <= row.drafted for rows in draws for row in rows)
@@ -214,7 +214,7 @@ def test_drawing_blocks_along_a_text_gives_the_counts_of_decoding(rule: Rule, dr
 def test_after_the_end_of_a_text_the_mean_acceptance_is_used() -> None:
     half, nothing = np.log([0.5]), np.zeros(1)
     score = TokenScores(half, nothing, nothing.astype(bool), nothing.astype(int))
-    rows = drawn_prompts(["d"] * 2000, [score] * 2000, "sample", 3)
+    rows = drawn_prompts(["d"] * 2000, [score] * 2000, Rule.named("sample"), 3)
     assert {row.blocks for row in rows} == {1}
     # 1/2 + 1/4 + 1/8 of three; 0.02 is three standard errors of 2,000 blocks.
     assert sum(row.accepted for row in rows) / 6000 == pytest.approx(0.875 / 3, abs=0.02)
@@ -244,6 +244,6 @@ def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path) -> None
         for r in frozen.responses
     ]
     scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
-    assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, "greedy-draft", (2,))[
+    assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, Rule.named("greedy-draft"), (2,))[
         :, 0
     ].round().tolist()

@@ -24,6 +24,7 @@ from speculative.decoder.responses import DecodeSettings, Response
 from speculative.engine.agreement import refuse
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 PROMPT = "def add(a, b):"
@@ -53,7 +54,7 @@ def marked(draft: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def plain_text(tiny_target: Path) -> str:
     """What the target says alone, by the decoder directly."""
     target, tokenizer = load_model("target", str(tiny_target)), load_tokenizer(str(tiny_target))
-    settings = DecodeSettings(GREEDY, 0, "greedy", 20, end_token_ids(target))
+    settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), 20, end_token_ids(target))
     responses, _ = decode(target, None, [("x", tokenizer(PROMPT).input_ids)], settings, tokenizer=tokenizer)
     assert responses[0].text
     return responses[0].text

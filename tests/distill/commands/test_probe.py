@@ -30,6 +30,7 @@ from speculative.explain.ceilings import DecisionWord, Outlook, price_of
 from speculative.measure.baseline_replay import NGRAM_SIZES
 from speculative.measure.cost import StepCosts, given_costs, measure_costs
 from speculative.measure.measured import Measured
+from speculative.rules.rule import Rule
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -353,8 +354,8 @@ def test_a_draft_that_breaks_does_not_stop_the_others(given, folder):
 
 def test_the_lead_is_the_first_temperature_that_samples():
     options = ProbeOptions("x", temperatures="0,0.7,1")
-    assert read_plan(options).lead == (0.7, "sample")
-    assert read_plan(replace(options, temperatures="0")).lead == (0.0, "greedy")
+    assert read_plan(options).lead == (0.7, Rule.named("sample"))
+    assert read_plan(replace(options, temperatures="0")).lead == (0.0, Rule.named("greedy"))
 
 
 def prospect_of(decision: DecisionWord) -> Prospect:

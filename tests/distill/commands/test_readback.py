@@ -38,6 +38,7 @@ from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefi
 from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 pytestmark = pytest.mark.usefixtures("_quick")
@@ -156,8 +157,8 @@ def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     (text,) = served_texts(asked, law) or []
     logs = np.array([-1.0, -np.inf])
     score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int))
-    assert score.accept_probs("sample").tolist() == [1.0, 0.0]
-    assert expected_blocks_of([score], "sample", (1,)).tolist() == [[1.0]]
+    assert score.accept_probs(Rule.named("sample")).tolist() == [1.0, 0.0]
+    assert expected_blocks_of([score], Rule.named("sample"), (1,)).tolist() == [[1.0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
@@ -386,21 +387,23 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     matches = np.array([True, True, False, True, True])
     score = TokenScores(np.zeros(5), np.zeros(5), matches, np.zeros(5, dtype=np.int64))
     # Blocks of 3 drafted: [11 12 | 13], then [14 15 and one behind the end].
-    assert expected_blocks_of([score], "greedy", (3,))[0, 0] == 2
+    assert expected_blocks_of([score], Rule.named("greedy"), (3,))[0, 0] == 2
     served = ServedBlocks(5, 2, (2, 3), (3, 3))
     assert served.inside() == [(0, 3, 2), (3, 2, 2)]
     assert served.whole
     # Places 1 and 2 are within the text in both blocks, place 3 in the first alone; 4 of 5 drafted tokens within it are kept.
     assert served_shares([served], 3) == ([1.0, 1.0, 0.0], 0.8)
-    assert predicted_shares([score], "greedy", 3) == ([1.0, 1.0, 0.0], 0.8)
+    assert predicted_shares([score], Rule.named("greedy"), 3) == ([1.0, 1.0, 0.0], 0.8)
     # An engine that leaves room for the target's own token drafts 1 in the last block.
-    assert predicted_shares([score], "greedy", 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)
+    assert predicted_shares([score], Rule.named("greedy"), 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)
 
 
 @pytest.mark.parametrize("strange", ["sample", "sample-untruncated"])
 def test_rules_of_one_tau_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
     def predict(_: Any, rule: str, gamma: int) -> Predicted:
-        return Predicted(rule, gamma, {"sample": 1.6, "sample-untruncated": 1.6}.get(rule, 1.2), (1.5, 1.7), 0.0, True)
+        return Predicted(
+            Rule.named(rule), gamma, {"sample": 1.6, "sample-untruncated": 1.6}.get(rule, 1.2), (1.5, 1.7), 0.0, True
+        )
 
     settings = SimpleNamespace(sampling=SamplingSettings(0.7, top_p=0.9))
     replayer: Any = SimpleNamespace(replies=SimpleNamespace(settings=settings), predict=predict)

@@ -36,6 +36,7 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, Measured
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
@@ -79,7 +80,7 @@ def test_a_run_without_heldout_responses_is_one_line(
     make: Callable[..., Engine], run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rule in ("sample", "greedy"):
-        empty = replace(frozen, responses=[], rule=rule)
+        empty = replace(frozen, responses=[], rule=Rule.named(rule))
         monkeypatch.setattr(source, "load_frozen_text", lambda *_, empty=empty: empty)
         with pytest.raises(UserError, match="no held-out responses"):
             read(make(), run)
@@ -185,7 +186,7 @@ def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
     replayer = object.__new__(Replayer)
     replayer.replies = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
     replayer.law, replayer.scores, replayer.own_scores = None, scores, scores
-    found = replayer.predict(counted, "greedy-draft", 4)
+    found = replayer.predict(counted, Rule.named("greedy-draft"), 4)
     assert not found.agrees
     (cause,) = acceptance_causes(counted, replayer, found)
     assert cause.startswith("gamma: the server varies it")

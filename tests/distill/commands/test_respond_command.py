@@ -30,6 +30,7 @@ from distill.run.run import Run
 from distill.training import signal as signal_module
 from distill.training.signal import open_signal_store, signal_line
 from distill.training.teacher import CapturingTeacher
+from speculative.rules.rule import Rule
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_judging_other_prompts_leaves_the_run_s_held_out_text_as_it_is(topk_run:
     before, own = files(), [row.prompt_id for row in Store(folder).read()]
     data = RunData(Run(config, fresh_accelerator(topk_run)), target)
     asked = prompts[2:0:-1]
-    assert [one.key for one in data.heldout_of(asked, "sample")] == [prompt.prompt_id for prompt in asked]
+    assert [one.key for one in data.heldout_of(asked, Rule.named("sample"))] == [prompt.prompt_id for prompt in asked]
     assert files() == before, "a folder that may not be written is as good"
     assert [row.prompt_id for row in Store(folder).read()] == own
     assert set(own) > {prompt.prompt_id for prompt in asked}

@@ -35,6 +35,7 @@ from speculative.decoder import decision
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
 from speculative.explain.losslessness import sampled_texts
+from speculative.rules.rule import Rule
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def config_of(folder, temperature=1.0, **source):
 
 def asked_of(folder, rule="sample", gamma=3, temperature=1.0, draft=None, reference_column="answer", **own):
     config = config_of(folder, temperature, reference_column=reference_column)
-    return Asked(config, str(draft or folder / "draft"), rule, gamma, **own)
+    return Asked(config, str(draft or folder / "draft"), Rule.named(rule), gamma, **own)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from distill.engines.protocol.engine import known_engines
 from distill.live.rollout.engine import models
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 SECRET = "sk-secret"
@@ -194,7 +195,7 @@ def test_no_request_follows_a_stream_of_llama_server_on_its_connection() -> None
     with raw_engine(answer, once=True) as (url, heads):
         client = engine_at(url, model="tiny")
         client.engine, client.timed = known_engines()["llama.cpp"], True
-        settings = DecodeSettings(GREEDY, 0, "greedy", 1, eos_ids=(2,))
+        settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), 1, eos_ids=(2,))
         found = [client.ask([1, 2], settings, key).ids for key in "abc"]
     assert found == [[5]] * 3
     assert sum(head.startswith(b"POST ") for head in heads) == 3

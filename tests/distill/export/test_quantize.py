@@ -43,6 +43,7 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 
 
 def exported(folder: Path, how: Any, **model: Any) -> Path:
@@ -139,13 +140,13 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
         "draft in int8", "", 12, Draft(lighter_draft(load_draft(str(tiny_run), target), "int8", target))
     )
     frozen = load_frozen_text(tiny_run).responses[:3]
-    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 40)
+    settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 40)
     evidence = gather(setup, target, score_and_time(setup, target.model, [best], lighter))
     verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
     row = verdict.row("draft in int8")
     alphas = [
-        sum(own.accept_probs("sample").sum() for own in score_tokens(draft, frozen, settings.sampling))
+        sum(own.accept_probs(Rule.named("sample")).sum() for own in score_tokens(draft, frozen, settings.sampling))
         / sum(len(text.response_ids) for text in frozen)
         for draft in (lighter.draft.model, best.draft.model)
     ]

@@ -37,7 +37,7 @@ def test_a_start_is_kept_to_each_depth_as_often_as_said() -> None:
         ("greedy", GREEDY),
     ],
 )
-def test_survival_is_the_chance_that_a_block_reaches_further(rule: Rule, serving: SamplingSettings) -> None:
+def test_survival_is_the_chance_that_a_block_reaches_further(rule: str, serving: SamplingSettings) -> None:
     """A target that looks at all drafted tokens, a draft that looks at none: all blocks, one by one, against the mean over the target's text."""
     generator = torch.Generator().manual_seed(6)
     draft_JV = torch.randn(BLOCK, VOCAB, generator=generator, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_survival_is_the_chance_that_a_block_reaches_further(rule: Rule, serving
             expected[place] += drafted * passing / VOCAB ** (BLOCK - 1 - place)
             written *= target
             logits = targets[tokens[:place]][None], draft_JV[place][None]
-            kept_J.append(kept(*logits, torch.tensor([token]), serving, rule))
+            kept_J.append(kept(*logits, torch.tensor([token]), serving, Rule.named(rule)))
         found += written * survival_sums(torch.stack(kept_J, 1), torch.tensor([BLOCK]))
     assert found[0].tolist() == pytest.approx(expected, abs=1e-12)
     assert found[1].tolist() == pytest.approx([1.0] * BLOCK)

@@ -21,6 +21,7 @@ from distill.models.target import Target
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 PROMPTS = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(4)]
@@ -46,8 +47,8 @@ def shared(tmp_path: Path) -> tuple[Target, Path]:
 
 def test_an_adapter_is_a_draft_and_our_decoder_serves_several_by_switching(shared: tuple[Target, Path]) -> None:
     target, folder = shared
-    settings = DecodeSettings(SamplingSettings(0.0), 3, "greedy", 12, target.facts.eos_ids, 0)
-    plain, _ = decode(target.model, None, PROMPTS, settings.under("greedy", 0))
+    settings = DecodeSettings(SamplingSettings(0.0), 3, Rule.named("greedy"), 12, target.facts.eos_ids, 0)
+    plain, _ = decode(target.model, None, PROMPTS, settings.under(Rule.named("greedy"), 0))
     both = PeftModel.from_pretrained(
         load_draft(str(folder / "base"), target), folder / "one", adapter_name="one"
     ).eval()

@@ -17,6 +17,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 TEXT = COMMON | {
@@ -83,7 +84,7 @@ def test_a_multimodal_checkpoint_is_loaded_as_its_text_model(kind: str, tmp_path
     torch.testing.assert_close(logits(target), logits(whole), rtol=0, atol=0)
     assert not any("vision" in name or "visual" in name or "projector" in name for name, _ in target.named_parameters())
 
-    prompts, settings = prompts_of([5, 1, 12]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
+    prompts, settings = prompts_of([5, 1, 12]), DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(whole, prompts, 12)
 

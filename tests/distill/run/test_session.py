@@ -21,13 +21,14 @@ from distill.run import session
 from distill.run.session import open_pair
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 
 ROWS = len(tiny_tokenizer())  # no more than it has tokens
 
 
 def test_a_pair_has_prompts_that_both_models_take(tiny_config: Path, tiny_run: Path) -> None:
     config = load_config(tiny_config)
-    pair = open_pair(config, str(tiny_run), 5, "sample")
+    pair = open_pair(config, str(tiny_run), 5, Rule.named("sample"))
     assert pair.context == min(max_positions(pair.target.model.config), max_positions(pair.draft.config))
     assert len(pair.prompts) == 5
     assert max(len(ids) for _, ids in pair.keyed) + config.serving.max_tokens <= pair.context
@@ -51,7 +52,7 @@ def test_what_cannot_be_judged_is_refused(
     tiny_config: Path, tiny_run: Path, prompts: int, rule: str, overrides: list[str], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, rule)  # type: ignore[arg-type]
+        open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, Rule.named(rule))
 
 
 def with_tokens_without_rows(folder: Path) -> Path:

@@ -29,6 +29,7 @@ from distill.training.rollouts import (
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 END = 2
@@ -126,7 +127,9 @@ def test_student_rollouts_are_responses_of_the_draft(tmp_path: Path) -> None:
     examples = rollouts.student(2, Draft(draft))
     asked = {prompt.prompt_ids: prompt.prompt_id for prompt in chosen_prompts(rendered(16), 6, 0, 2)}
     assert {prompt_of(example) for example in examples} == set(asked)
-    settings = DecodeSettings(SamplingSettings(1.0), max_tokens=14, eos_ids=(END,), seed=2**32 * 5, rule="sample")
+    settings = DecodeSettings(
+        SamplingSettings(1.0), max_tokens=14, eos_ids=(END,), seed=2**32 * 5, rule=Rule.named("sample")
+    )
     for example in examples:
         prompt = prompt_of(example)
         alone, _ = decode(draft, None, [(f"{asked[prompt]}:0", prompt)], settings)

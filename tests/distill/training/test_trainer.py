@@ -175,14 +175,6 @@ def test_a_share_of_the_prompts_is_learnt_as_if_the_others_weighed_nothing(tmp_p
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # order of sums
 
 
-def test_blocks_are_credited_alike_however_the_batch_is_shared(tmp_path: Path) -> None:
-    whole, shared = (
-        one_step(step_config(tmp_path / str(size), size, loss={"name": "accepted_length"})) for size in (8, 2)
-    )
-    assert shared["result"]["loss"] == pytest.approx(whole["result"]["loss"], rel=1e-5)
-    torch.testing.assert_close(shared["gradients"], whole["gradients"], rtol=1e-4, atol=1e-6)  # order of sums
-
-
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poison: str) -> None:
     config = run_config(tmp_path, train={"steps": 6})

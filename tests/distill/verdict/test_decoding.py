@@ -14,11 +14,12 @@ from distill.verdict import decoding as module
 from distill.verdict.decoding import Decoding, NamedDraft
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 TARGET = tiny_model()
 BEST = NamedDraft("draft", "not read here", 2, Draft(perturbed(TARGET)))
-SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", 12, (), 0)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), 12, (), 0)
 PROMPTS = prompts_of([5, 8, 6, 7, 9, 5, 11])
 
 
@@ -76,7 +77,7 @@ def test_a_killed_verdict_decodes_what_is_left_and_takes_no_other_parts(
     other = NamedDraft("draft", BEST.path, 2, Draft(perturbed(TARGET, scale=0.5)))
     for one, gamma in ((None, 0), (other, 3), (BEST, 2), (BEST, 3)):
         before = len(seen)
-        dealt(tmp_path)(TARGET, one, PROMPTS, SETTINGS.under("sample", gamma), 16)
+        dealt(tmp_path)(TARGET, one, PROMPTS, SETTINGS.under(Rule.named("sample"), gamma), 16)
         assert len(seen) == before + len(PROMPTS)
     assert dealt(tmp_path)(TARGET, BEST, PROMPTS, SETTINGS, 16, tmp_path / PROPOSALS) == found
     assert len(seen) == 8 + 4 * len(PROMPTS), "all parts are there"

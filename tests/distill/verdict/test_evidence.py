@@ -26,6 +26,7 @@ from speculative.evaluate import HeldoutResponse
 from speculative.measure.cost import given_costs
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, DRAFT, UNDISTILLED
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 
 
 class Passes:
@@ -80,8 +81,8 @@ def records_are_of_the_scores(evidence: Evidence) -> None:
 def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     config, target, drafts, frozen = pair
     passes = Passes(monkeypatch)
-    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 100)
+    settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 100)
     if live:
         evidence = gather(setup, target, score_and_time(setup, target.model, drafts))
     else:
@@ -103,7 +104,7 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
         return score_tokens(draft, texts, *rest, **options)
 
     monkeypatch.setattr("distill.verdict.scored_drafts.score_tokens", scored)
-    result = evaluate(config, str(tiny_run), [1, 2, 3], "sample")
+    result = evaluate(config, str(tiny_run), [1, 2, 3], Rule.named("sample"))
     assert result.gammas is not None
     assert set(result.gammas) == {1, 2, 3}
     assert {record.alpha for record in result.gammas.values()} == {result.verdict.judged(DRAFT).alpha}
@@ -114,8 +115,8 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
     config, target, drafts, frozen = pair
     drafts[-1].draft.model.config.pard_token = 0
-    settings = decode_settings(config.serving, config.seed, target).under("sample", 2)
-    setup = JudgingSetup(config.judge, settings, {"sample": frozen}, 100)
+    settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 100)
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
     for seconds, chosen, other in ((1.0, "parallel", BY_TOKEN), (1e-6, "autoregressive", BY_BLOCK)):
         monkeypatch.setattr(

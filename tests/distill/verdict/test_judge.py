@@ -23,6 +23,7 @@ from speculative.errors import UserError
 from speculative.evaluate import frozen_responses, judge, judge_frozen
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 LENGTHS = [5, 8, 6, 7, 9, 5, 11, 6, 4, 7]
@@ -32,7 +33,7 @@ LENGTHS = [5, 8, 6, 7, 9, 5, 11, 6, 4, 7]
 def setting() -> Any:
     target = tiny_model()
     target.config.pard_token = 0
-    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", 12, (), 0)
+    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), 12, (), 0)
     heldout = frozen_responses(target, prompts_of(LENGTHS), settings, "all")
     whole: Any = SimpleNamespace(
         model=target,
@@ -53,7 +54,7 @@ def judge_of(
     for step in (0, 2, 4, 6):
         (made := step_folder(run.folder, step)).mkdir(parents=True, exist_ok=True)
         (made / PROGRESS).touch()
-    return DraftJudge(run, settings, target, {"sample": heldout}, drafting)
+    return DraftJudge(run, settings, target, {Rule.named("sample"): heldout}, drafting)
 
 
 def judged(judge: DraftJudge, module: DraftModule, step: int = 0) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def test_replay_judges_the_kind_of_block_that_is_served(
     _, module, settings, heldout = setting
     judge = judge_of(setting, tmp_path, "end", drafting)
     scores = score_tokens(module.exported(), heldout, settings.sampling, offsets=offsets)
-    tau = sum(map(len, scores)) / expected_blocks_of(scores, "sample", (3,)).sum()
+    tau = sum(map(len, scores)) / expected_blocks_of(scores, Rule.named("sample"), (3,)).sum()
     record = judged(judge, module)
     assert record["score"] == record["tau"] == pytest.approx(tau)
     assert judge.replay_now(module)["tau"] == pytest.approx(tau)
@@ -190,6 +191,6 @@ def test_the_line_of_a_checkpoint_says_how_each_number_was_obtained(setting: Any
 
 def test_text_without_a_token_is_refused(setting: Any, tmp_path: Path) -> None:
     judge = judge_of(setting, tmp_path)
-    judge.heldout = {"sample": []}
+    judge.heldout = {Rule.named("sample"): []}
     with pytest.raises(UserError, match="no held-out response"):
         judged(judge, setting[1])

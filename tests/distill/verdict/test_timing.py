@@ -26,11 +26,12 @@ from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.05)
-SETTINGS = DecodeSettings(GREEDY, 2, "greedy", max_tokens=40)
+SETTINGS = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=40)
 COSTS = StepCosts(0.010, {1: 0.002, 4: 0.008, 6: 0.012}, {1: 0.011, 4: 0.012, 6: 0.013}, 1, 32)
 
 
@@ -46,10 +47,13 @@ def asked(pair, history=True):
     """(setup, scored of one draft)."""
     frozen, scores, past = pair
     setup = JudgingSetup(
-        JudgeConfig(speed_seconds=1e-6, speed_prompts=8), SETTINGS, {"greedy": frozen}, history=past if history else []
+        JudgeConfig(speed_seconds=1e-6, speed_prompts=8),
+        SETTINGS,
+        {Rule.named("greedy"): frozen},
+        history=past if history else [],
     )
     best = NamedDraft(BEST, "", 0, Draft(DRAFT))
-    return setup, ScoredDrafts(drafts=(best,), scores={"greedy": {BEST: scores}}, costs={BEST: COSTS})
+    return setup, ScoredDrafts(drafts=(best,), scores={Rule.named("greedy"): {BEST: scores}}, costs={BEST: COSTS})
 
 
 def ways(pair, history=True):
@@ -63,13 +67,13 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
     assert list(found) == [BEST, LOOKUP, PAST, LOOKUP_DRAFT]
     gammas = range(1, 7)
     seconds = {
-        gamma: expected_blocks_of(scores, "greedy", (gamma,)).sum()
+        gamma: expected_blocks_of(scores, Rule.named("greedy"), (gamma,)).sum()
         * (COSTS.draft_seconds[1] * gamma + 0.01 * COSTS.verify_ratio(gamma))
         for gamma in gammas
     }
     assert found[BEST].gamma == min(gamma for gamma in gammas if seconds[gamma] <= 1.03 * min(seconds.values()))
     for one in found.values():
-        settings = DecodeSettings(GREEDY, one.gamma, "greedy", max_tokens=40)
+        settings = DecodeSettings(GREEDY, one.gamma, Rule.named("greedy"), max_tokens=40)
         for text, blocks in zip(frozen, one.blocks_N, strict=True):
             (response,), _ = decode(TARGET, one.drafter(), [(text.key, text.prompt_ids)], settings)
             assert response.response_ids == text.response_ids
@@ -147,9 +151,9 @@ def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is
 
 def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
     setup, scored = asked(pair, history=False)
-    (best,), scores = scored.drafts, scored.scores["greedy"][BEST]
+    (best,), scores = scored.drafts, scored.scores[Rule.named("greedy")][BEST]
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
-    both = {"greedy": {BEST: scores, "lighter": scores}}
+    both = {setup.rule: {BEST: scores, "lighter": scores}}
     for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
         lined = ScoredDrafts(drafts=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
         assert {one.name: one.behind for one in ways_of(setup, TARGET, lined) if one.behind} == {LOOKUP_DRAFT: behind}

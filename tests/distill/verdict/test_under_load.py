@@ -44,6 +44,7 @@ from speculative.measure.measured import (
     TARGET,
 )
 from speculative.measure.replay import texts_of
+from speculative.rules.rule import Rule
 
 LIVE = ["token-tree", "early-exit", "lookahead"]
 
@@ -63,7 +64,7 @@ def judged(tiny_config: Path):
     frozen = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    asked = JudgingSetup(config.judge, settings.under("sample", 2), {"sample": frozen}, 100)
+    asked = JudgingSetup(config.judge, settings.under(Rule.named("sample"), 2), {Rule.named("sample"): frozen}, 100)
     scored = score_and_time(asked, target.model, [NamedDraft(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
     return target, scored, gather(asked, target, scored)
 
@@ -139,7 +140,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
         (3, kind) for kind in (ModelDrafter, PromptLookup, PastResponses, LookupDraft)
     ]
-    rows = {one.way: one for one in held.rows(scored.scores["sample"])}
+    rows = {one.way: one for one in held.rows(scored.scores[Rule.named("sample")])}
     assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, LOOKUP_DRAFT)] == [gamma for _, gamma, _ in timed]
     assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
     lookup, past_responses, lookup_draft = (one for _, _, one in timed[1:])
@@ -162,7 +163,7 @@ def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.
     assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
     laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in frozen]
     scores = evidence.own_scores(DRAFT)
-    blocks = found_blocks(laws, (both.gamma,), texts_of(scores, "sample"), (both.then_gamma,))
+    blocks = found_blocks(laws, (both.gamma,), texts_of(scores, Rule.named("sample")), (both.then_gamma,))
     looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
     share = kind_shares(looked / (looked + drafted), 3, drafts=True)
     time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0

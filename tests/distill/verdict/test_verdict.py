@@ -36,6 +36,7 @@ from speculative.measure.intervals import ratio_interval
 from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED, Way
 from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 GAMMA = 4
 MODEL = Draft(tiny_model())
@@ -106,12 +107,17 @@ def evidence_of(
         "domains": {"code": {"alpha": 0.5, "tau": 2.0, "prompts": prompts, "tokens": prompts * tokens}},
         "replay": {gamma: 1.0 + 0.2 * min(gamma, 6) for gamma in range(33)},
     }
-    setup = JudgingSetup(JudgeConfig(), DecodeSettings(rule="sample", gamma=GAMMA), {"sample": texts}, looks=looks)
+    setup = JudgingSetup(
+        JudgeConfig(),
+        DecodeSettings(rule=Rule.named("sample"), gamma=GAMMA),
+        {Rule.named("sample"): texts},
+        looks=looks,
+    )
     timing = None if ratios is None else contest_of(setup, dict.fromkeys(names, ratios) | (free or {}))
     return Evidence(
         setup=setup,
         drafts=tuple(NamedDraft(name, name, 0, MODEL) for name in names),
-        scores={"sample": {name: scores[name] for name in names}},
+        scores={Rule.named("sample"): {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, Judgement.model_validate(tree)),
         timing=timing,
         loads=Loads((contest_of(setup, load, 8),) if load else ()),
@@ -234,7 +240,7 @@ def test_the_served_draft_has_its_line(ahead, word):
 
 def test_a_best_checkpoint_that_is_the_baseline_itself_is_called_so():
     evidence = evidence_of(0.1, FAST)
-    evidence.scores["sample"][DRAFT] = evidence.scores["sample"][UNDISTILLED]
+    evidence.scores[Rule.named("sample")][DRAFT] = evidence.scores[Rule.named("sample")][UNDISTILLED]
     found = verdict(evidence)
     assert found.outcome == "no_measurable_gain"
     assert "no checkpoint is better" in " ".join(found.facts)
@@ -423,7 +429,7 @@ def test_a_draft_picked_from_many_has_wider_intervals_of_its_own():
     evidence = evidence_of(0.1, FAST)
     once, often = verdict(evidence), verdict(evidence_of(0.1, FAST, looks=20))
     assert once.judged(DRAFT).alpha_ci == (0.4, 0.6)
-    own = [one.accept_probs("sample") for one in evidence.own_scores(DRAFT)]
+    own = [one.accept_probs(Rule.named("sample")) for one in evidence.own_scores(DRAFT)]
     sums, tokens = np.array([probs.sum() for probs in own]), np.array([len(probs) for probs in own])
     wide = ratio_interval(sums, tokens, 1 - 0.05 / 20)
     assert often.judged(DRAFT).alpha_ci == often.row(DRAFT).alpha_ci == wide
@@ -451,5 +457,5 @@ def test_a_target_that_loops_is_called_looping_and_ordinary_text_is_not():
         HeldoutResponse(text.key, text.domain, text.prompt_ids, rng.integers(0, 99, 30).tolist(), [0.0] * 30)
         for text in evidence.setup.frozen
     ]
-    found = verdict(replace(evidence, setup=replace(evidence.setup, texts={"sample": fresh})))
+    found = verdict(replace(evidence, setup=replace(evidence.setup, texts={Rule.named("sample"): fresh})))
     assert (found.repetition.looping, found.repetition.warning, found.warnings) == (0.0, None, [])

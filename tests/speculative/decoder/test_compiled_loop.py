@@ -28,18 +28,19 @@ from speculative.engine.compiled import library as library_module
 from speculative.engine.compiled import model as compiled_model
 from speculative.errors import UserError
 from speculative.explain.losslessness import losslessness
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model("qwen3", seed=3, num_hidden_layers=2)
 DRAFT = perturbed(TARGET, 0.03)
 PROMPTS = prompts_of([1, 2, 9, 30, 17])
 RULES = {
-    "greedy": DecodeSettings(GREEDY, 3, "greedy", 24),
-    "sample": DecodeSettings(SamplingSettings(1.0), 3, "sample", 24),
-    "cut off": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, "sample", 24),
-    "whole draft": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, "sample-untruncated", 24),
-    "greedy draft": DecodeSettings(SamplingSettings(1.2, 0, 0.95), 3, "greedy-draft", 24),
-    "plain": DecodeSettings(SamplingSettings(0.9), 0, "sample", 24),
+    "greedy": DecodeSettings(GREEDY, 3, Rule.named("greedy"), 24),
+    "sample": DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), 24),
+    "cut off": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, Rule.named("sample"), 24),
+    "whole draft": DecodeSettings(SamplingSettings(0.8, 20, 0.9, 0.02), 4, Rule.named("sample-untruncated"), 24),
+    "greedy draft": DecodeSettings(SamplingSettings(1.2, 0, 0.95), 3, Rule.named("greedy-draft"), 24),
+    "plain": DecodeSettings(SamplingSettings(0.9), 0, Rule.named("sample"), 24),
 }
 SAID = {
     rule: [
@@ -104,7 +105,7 @@ def test_a_block_is_what_it_is_in_python(
 @pytest.mark.parametrize("rows", [1, 3])
 def test_lookup_before_a_draft_runs_in_compiled_code(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcomes are those of Python, who proposed included, also where rows of a block differ in who proposes and how many."""
-    settings, drafted_in_python = DecodeSettings(SamplingSettings(0.7), 4, "sample", 60), []
+    settings, drafted_in_python = DecodeSettings(SamplingSettings(0.7), 4, Rule.named("sample"), 60), []
     propose = ModelDrafter.propose
 
     def noted(self: ModelDrafter, ask: Ask) -> Proposal:
@@ -152,7 +153,7 @@ def test_past_responses_are_looked_up_in_compiled_code(monkeypatch: pytest.Monke
 def test_a_draft_that_strayed_is_called_back_in_python_first() -> None:
     """Where one row took found tokens, Python's draft has read its own: compiled code would take them for text."""
     drafter = LookupDraft(PromptLookup(3, 2), ModelDrafter(DRAFT))
-    loop = open_loop(TARGET, drafter, 2, 100, DecodeSettings(GREEDY, 4, "greedy", 60), runner="compile")
+    loop = open_loop(TARGET, drafter, 2, 100, DecodeSettings(GREEDY, 4, Rule.named("greedy"), 60), runner="compile")
     loop.admit(range(2), [("as before", [3, 7, 5, 9, 3, 7, 5]), ("new", [11, 12])])
     assert drafter.plan() is not None
     with patch.object(drafter, "plan", lambda: None):
@@ -196,7 +197,13 @@ def test_blocks_of_python_and_of_compiled_code_take_turns(name: str, rule: str) 
 def test_text_is_the_same_bits_whatever_the_block() -> None:
     """At temperature 0, with and without a draft, of any gamma, alone and among others: no near-tie can part them."""
     found = [
-        decode(TARGET, ModelDrafter(DRAFT), PROMPTS, DecodeSettings(GREEDY, gamma, "greedy", 60), batch_size=rows)[0]
+        decode(
+            TARGET,
+            ModelDrafter(DRAFT),
+            PROMPTS,
+            DecodeSettings(GREEDY, gamma, Rule.named("greedy"), 60),
+            batch_size=rows,
+        )[0]
         for gamma, rows in ((0, 1), (0, 5), (1, 1), (4, 1), (4, 3), (9, 5))
     ]
     assert all(texts(one) == texts(found[0]) for one in found)
@@ -204,7 +211,7 @@ def test_text_is_the_same_bits_whatever_the_block() -> None:
 
 @pytest.mark.parametrize("policy", [InTurn(), AdaptiveGamma(4)])
 def test_widths_that_change(policy, in_compiled_code: list[int]) -> None:
-    settings = DecodeSettings(SamplingSettings(0.9), 4, "sample", 40)
+    settings = DecodeSettings(SamplingSettings(0.9), 4, Rule.named("sample"), 40)
     if type(policy) is AdaptiveGamma:  # its choices follow the clock: texts cannot be compared, the law is
         responses, _ = decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=policy, batch_size=2)
         assert all(len(response.response_ids) == 40 for response in responses)
@@ -226,7 +233,7 @@ def test_a_long_stretch_without_the_draft_is_caught_up_with() -> None:
             self.blocks = getattr(self, "blocks", 0) + 1
             return 0 if self.blocks < 90 else 3
 
-    settings = DecodeSettings(SamplingSettings(0.9), 3, "sample", 130)
+    settings = DecodeSettings(SamplingSettings(0.9), 3, Rule.named("sample"), 130)
     found = [
         decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=Late(3), batch_size=5, runner=runner)[0]
         for runner in ("compile", "eager")
@@ -242,7 +249,7 @@ def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
             self.blocks = getattr(self, "blocks", -1) + 1
             return 3 if self.blocks % 4 == 0 else 0
 
-    settings = DecodeSettings(GREEDY, 3, "greedy", 60)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), 60)
     far = perturbed(TARGET, 0.1)
     found = [
         decode(TARGET, ModelDrafter(far), PROMPTS[2:4], settings, policy=OnAndOff(3), batch_size=2, runner=runner)[0]
@@ -375,7 +382,7 @@ def test_a_choice_of_gamma_holds_for_some_blocks(kind: str, calls: list[int], mo
     """Four if it drafts; a plain one until the draft is looked at again, after 16, 32, ... blocks."""
     monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
     draft = TARGET if kind == "good" else tiny_model("qwen3", seed=9, num_hidden_layers=2)
-    policy, settings = ByLaw(3), DecodeSettings(GREEDY, 3, "greedy", 120)
+    policy, settings = ByLaw(3), DecodeSettings(GREEDY, 3, Rule.named("greedy"), 120)
     plain = texts(decode(TARGET, None, PROMPTS[:1], replace(settings, gamma=0))[0])
     calls.clear()
     (response,), timing = decode(TARGET, ModelDrafter(draft), PROMPTS[:1], settings, policy=policy)
@@ -426,11 +433,16 @@ def test_what_a_block_returns_does_not_change_with_the_next(ahead: bool, monkeyp
 
 
 @pytest.mark.parametrize(
-    "settings", [RULES["sample"], RULES["cut off"], DecodeSettings(SamplingSettings(0.7, 0, 0.5, 0.1), 3, "sample", 24)]
+    "settings",
+    [
+        RULES["sample"],
+        RULES["cut off"],
+        DecodeSettings(SamplingSettings(0.7, 0, 0.5, 0.1), 3, Rule.named("sample"), 24),
+    ],
 )
 def test_probabilities_and_draws_are_those_of_the_rules(settings: DecodeSettings) -> None:
     """Of what plain decoding says: each token at its uniform, and its log-probability."""
-    responses, _ = decode(TARGET, None, PROMPTS, settings.under("sample", 0), batch_size=2)
+    responses, _ = decode(TARGET, None, PROMPTS, settings.under(Rule.named("sample"), 0), batch_size=2)
     for response in responses:
         text = torch.tensor([response.prompt_ids + response.response_ids])
         with torch.no_grad():
@@ -498,9 +510,9 @@ def test_a_fault_in_compiled_code_is_heard(
     drafter = ModelDrafter(perturbed(target, 0.2))
     if fault == "sees the token after":
         with pytest.warns(UserWarning, match="compiled code gives other logits than the model itself"):
-            decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, "greedy", 4))
+            decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, Rule.named("greedy"), 4))
         return
-    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
+    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=32)
     asked = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
     found = losslessness(target, drafter, prompts_of([5, 9, 3, 7]), settings, **asked)
     assert bool(found.failed) == (fault != NONE)

@@ -15,6 +15,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 from speculative.rules.tree import TokenTree
 
@@ -30,7 +31,7 @@ def test_greedy_equals_transformers_generate_for_ragged_prompts(batch_size, shap
     """A chain of so many tokens, or a tree."""
     prompts = prompts_of(RAGGED)
     gamma, tree = (shape.depth, shape) if shape is TREE else (shape, None)
-    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=24, tree=tree)
+    settings = DecodeSettings(GREEDY, gamma, Rule.named("greedy"), max_tokens=24, tree=tree)
     responses, timing = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size)
     assert texts(responses) == generated(TARGET, prompts, 24)
     if gamma:
@@ -57,7 +58,7 @@ def test_log_target_probs_are_those_of_a_fresh_forward(gamma):
 
 def test_counts_and_hook_describe_the_text():
     prompts = prompts_of(RAGGED)
-    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=17, eos_ids=(5, 11), seed=1)
+    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=17, eos_ids=(5, 11), seed=1)
     committed: dict[int, list[list[int]]] = {}
     responses, timing = decode(
         TARGET,
@@ -101,7 +102,7 @@ FINE = [("fine", [1])]
     ],
 )
 def test_what_cannot_be_decoded_is_refused_in_one_line(drafter, prompts, message):
-    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=10)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=10)
     assert re.search(message, refused(lambda: decode(TARGET, drafter, prompts, settings)))
 
 
@@ -131,7 +132,7 @@ def test_a_response_may_fill_the_context_to_its_last_position(kind):
     limit = {"n_positions": 32} if kind == "gpt2" else {"max_position_embeddings": 32}
     target = tiny_model(kind, **limit)
     prompts = prompts_of([12, 3, 12])
-    settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=20)
+    settings = DecodeSettings(GREEDY, 6, Rule.named("greedy"), max_tokens=20)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(target, prompts, 20)
 

@@ -21,6 +21,7 @@ from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.lookup import Lookahead, PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -86,7 +87,7 @@ def test_no_block_reads_a_number_of_an_earlier_block(name, policy, runner, spent
                     TARGET,
                     drafter,
                     PROMPTS[:4],
-                    DecodeSettings(SamplingSettings(0.9), gamma, rule, 12, seed=2),
+                    DecodeSettings(SamplingSettings(0.9), gamma, Rule.named(rule), 12, seed=2),
                     policy=POLICIES[policy](gamma),
                     runner=runner,
                     batch_size=2,
@@ -107,9 +108,9 @@ def test_no_block_of_a_tree_and_none_behind_a_gate_reads_a_number_of_an_earlier_
     ways = {"gate": lambda key, position, token, ids: 5 if position % 4 == 2 else None}, {"draft_reads_late": True}
 
     def said():
-        settings = DecodeSettings(SamplingSettings(0.9), 3, rule, 12)
+        settings = DecodeSettings(SamplingSettings(0.9), 3, Rule.named(rule), 12)
         of_trees = decode(
-            TARGET, ModelDrafter(DRAFT), PROMPTS, DecodeSettings(settings.sampling, 3, rule, 12, tree=tree)
+            TARGET, ModelDrafter(DRAFT), PROMPTS, DecodeSettings(settings.sampling, 3, Rule.named(rule), 12, tree=tree)
         )
         chains = [decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, **options) for options in ways]
         return [texts(responses) for responses, _ in (of_trees, *chains)]

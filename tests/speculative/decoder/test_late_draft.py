@@ -18,6 +18,7 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -29,7 +30,7 @@ DRAFTERS = {
     "lookup-draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
 }
 PROMPTS = repeating_prompts()
-GREEDILY = DecodeSettings(GREEDY, 4, "greedy", max_tokens=24, eos_ids=(7, 19))
+GREEDILY = DecodeSettings(GREEDY, 4, Rule.named("greedy"), max_tokens=24, eos_ids=(7, 19))
 
 
 class Watched(ModelDrafter):
@@ -87,15 +88,15 @@ def test_a_response_of_one_token_never_meets_the_draft():
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_blocks_are_those_of_replay_behind_the_first_token(gamma, runner):
     """Under `greedy-draft` nothing is random given the text, so they are equal one by one."""
-    settings = DecodeSettings(SamplingSettings(0.8), gamma, "greedy-draft", max_tokens=30, seed=3)
+    settings = DecodeSettings(SamplingSettings(0.8), gamma, Rule.named("greedy-draft"), max_tokens=30, seed=3)
     late, _ = decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, batch_size=3, runner=runner, draft_reads_late=True)
     scores = score_tokens(DRAFT, [after_prefill(one) for one in late], settings.sampling)
-    _, blocks_N = tau_of(scores, "greedy-draft", gamma)
+    _, blocks_N = tau_of(scores, Rule.named("greedy-draft"), gamma)
     np.testing.assert_allclose([one.blocks - 1 for one in late], blocks_N, atol=1e-9)  # counts, summed in float64
 
 
 def test_a_sampled_response_ignores_the_batch_and_begins_as_plain_decoding():
-    settings = DecodeSettings(SamplingSettings(0.6, top_k=20), 4, "sample", max_tokens=24, seed=5)
+    settings = DecodeSettings(SamplingSettings(0.6, top_k=20), 4, Rule.named("sample"), max_tokens=24, seed=5)
     plain, _ = decode(TARGET, None, PROMPTS, replace(settings, gamma=0))
     found = [
         decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, batch_size=rows, draft_reads_late=True)[0]
@@ -108,7 +109,7 @@ def test_a_sampled_response_ignores_the_batch_and_begins_as_plain_decoding():
 @pytest.mark.simulation
 @pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
 def test_sampled_text_has_the_targets_distribution(rule):
-    way = DecodeSettings(gamma=3, rule=rule)
+    way = DecodeSettings(gamma=3, rule=Rule.named(rule))
     assert sampled_text_p_value(ModelDrafter(SMALL_DRAFT), way, trials(3000, 6000), draft_reads_late=True) > 1e-3
 
 

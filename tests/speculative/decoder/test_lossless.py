@@ -20,6 +20,7 @@ from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -30,15 +31,15 @@ TREE = TokenTree.from_branching((3, 2, 1))
 SAMPLED = SamplingSettings(0.9, top_k=20, top_p=0.95)
 # Name -> settings of everything that verifies differently.
 WAYS = {
-    "plain": DecodeSettings(SAMPLED, 0, "sample"),
-    "sample": DecodeSettings(SAMPLED, 3, "sample"),
-    "greedy-draft": DecodeSettings(SAMPLED, 3, "greedy-draft"),
-    "sample-untruncated": DecodeSettings(SAMPLED, 3, "sample-untruncated"),
-    "block": DecodeSettings(SAMPLED, 3, "block"),
-    "tree, drawn": DecodeSettings(SAMPLED, 3, "sample", tree=TREE),
-    "tree, fixed": DecodeSettings(SAMPLED, 3, "greedy-draft", tree=TREE),
-    "greedy": DecodeSettings(GREEDY, 3, "greedy"),
-    "tree, greedy": DecodeSettings(GREEDY, 3, "greedy", tree=TREE),
+    "plain": DecodeSettings(SAMPLED, 0, Rule.named("sample")),
+    "sample": DecodeSettings(SAMPLED, 3, Rule.named("sample")),
+    "greedy-draft": DecodeSettings(SAMPLED, 3, Rule.named("greedy-draft")),
+    "sample-untruncated": DecodeSettings(SAMPLED, 3, Rule.named("sample-untruncated")),
+    "block": DecodeSettings(SAMPLED, 3, Rule.named("block")),
+    "tree, drawn": DecodeSettings(SAMPLED, 3, Rule.named("sample"), tree=TREE),
+    "tree, fixed": DecodeSettings(SAMPLED, 3, Rule.named("greedy-draft"), tree=TREE),
+    "greedy": DecodeSettings(GREEDY, 3, Rule.named("greedy")),
+    "tree, greedy": DecodeSettings(GREEDY, 3, Rule.named("greedy"), tree=TREE),
 }
 
 
@@ -107,7 +108,7 @@ def test_a_target_as_its_own_draft_is_always_accepted_whatever_gamma_does(rule):
     """Draft positions or cache off by one only lower acceptance, never the text: so acceptance is what is checked."""
     prompts = prompts_of(RAGGED)
     sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
-    settings = DecodeSettings(sampling, 5, rule, max_tokens=40)
+    settings = DecodeSettings(sampling, 5, Rule.named(rule), max_tokens=40)
     for batch_size, count in ((1, 3), (3, 8)):
         responses, _ = decode(
             TARGET, ModelDrafter(TARGET), prompts[:count], settings, batch_size=batch_size, policy=RandomGamma(5)
@@ -132,7 +133,7 @@ RULES = {
 @pytest.mark.parametrize("name", list(RULES))
 def test_logits_rules_reach_both_models_alike(name, rule):
     sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0, min_p=0.02)
-    settings = DecodeSettings(sampling, 4, rule, max_tokens=20, rules=RULES[name])
+    settings = DecodeSettings(sampling, 4, Rule.named(rule), max_tokens=20, rules=RULES[name])
     prompts = prompts_of(RAGGED[:5])
     itself, _ = decode(TARGET, ModelDrafter(TARGET), prompts, settings, batch_size=3)
     assert all(response.accepted_counts == response.drafted_counts for response in itself)
@@ -149,7 +150,7 @@ def test_early_exit_shares_the_targets_cache_and_weights(kind):
     overrides = {"n_layer" if kind == "gpt2" else "num_hidden_layers": 4}
     overrides |= {"opt": {"word_embed_proj_dim": 32, "ffn_dim": 64}, "gemma2": {"sliding_window": 6}}.get(kind, {})
     target, prompts = tiny_model(kind, **overrides), prompts_of([5, 1, 12, 30, 8])
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24)
     responses, _ = decode(target, EarlyExit(target, 3), prompts, settings, batch_size=3)
     assert texts(responses) == generated(target, prompts, 24)
     assert sum(response.accepted for response in responses) > 0
@@ -162,7 +163,7 @@ def test_early_exit_accepts_what_a_separate_draft_of_the_same_layers_accepts():
     """A stale or misplaced entry of the shared cache would show here and nowhere else."""
     target = tiny_model("llama", num_hidden_layers=4)
     own_cache = ModelDrafter(first_layers(target, 3))
-    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=30)
+    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=30)
     both = [
         decode(target, drafter, prompts_of(RAGGED), settings, batch_size=3)[0]
         for drafter in (EarlyExit(target, 3), own_cache)
@@ -173,14 +174,14 @@ def test_early_exit_accepts_what_a_separate_draft_of_the_same_layers_accepts():
 
 def test_end_tokens_of_the_rules_and_of_the_settings_are_both_held_back():
     rules = LogitsRules(min_tokens=5, eos_ids=(7,))
-    settings = DecodeSettings(GREEDY, 0, "greedy", 20, eos_ids=(3,), min_tokens=1, rules=rules)
+    settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), 20, eos_ids=(3,), min_tokens=1, rules=rules)
     assert settings.active_rules is not None
     assert set(settings.active_rules.eos_ids) == {3, 7}
     assert settings.active_rules.min_tokens == 5
 
 
 def test_impossible_combinations_are_refused_in_one_line():
-    greedy = DecodeSettings(GREEDY, 3, "greedy", tree=TREE)
+    greedy = DecodeSettings(GREEDY, 3, Rule.named("greedy"), tree=TREE)
     for wrong, message in (
         ({"gamma": 2}, "depth 3"),
         ({"sampling": SAMPLED, "rule": "block"}, "does not support token trees"),

@@ -22,6 +22,7 @@ from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -34,7 +35,7 @@ WAYS = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings
 
 
 def settings_of(sampling, rule, gamma, **others):
-    return DecodeSettings(sampling, gamma, rule, **{"max_tokens": 24, **others})
+    return DecodeSettings(sampling, gamma, Rule.named(rule), **{"max_tokens": 24, **others})
 
 
 def streamed(settings, **others):
@@ -282,7 +283,7 @@ def test_broken_logits_end_the_stream_with_one_line_and_leave_nothing_behind(val
 def test_two_threads_decode_with_one_model_in_training_mode(kind):
     """Each gets its own text; the model's attention and mode are afterwards what they were."""
     model, prompts = tiny_model(kind).train(), prompts_of([5, 9, 3])
-    settings = DecodeSettings(GREEDY, 2, "greedy", 12)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), 12)
     expected = texts(decode(model, EarlyExit(model, 1), prompts, settings, runner="eager")[0])
 
     def work(_):
@@ -295,7 +296,7 @@ def test_two_threads_decode_with_one_model_in_training_mode(kind):
 
 
 def test_streams_of_one_model_may_be_read_in_turns_and_closed_by_another_thread():
-    settings, prompts = DecodeSettings(GREEDY, 0, "greedy", 8), prompts_of([5, 9])
+    settings, prompts = DecodeSettings(GREEDY, 0, Rule.named("greedy"), 8), prompts_of([5, 9])
     model = tiny_model("gpt2", attn_pdrop=0.5).train()
     one, two = (generate(model, None, prompts, settings) for _ in range(2))
     together = [[list(event.token_ids) for event in pair] for pair in zip(one, two, strict=True)]

@@ -14,13 +14,14 @@ from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.lookup import Lookahead, PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 DRAFT = perturbed(TARGET)
 MARKED, SMALL_MARKED = perturbed(TARGET), perturbed(SMALL_TARGET, 0.03)
 MARKED.config.pard_token, SMALL_MARKED.config.pard_token = VOCAB - 1, SMALL_VOCAB - 1
 PROMPTS = repeating_prompts()
-GREEDY_TEXT = DecodeSettings(GREEDY, 0, "greedy", max_tokens=40, eos_ids=(7, 19))
+GREEDY_TEXT = DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=40, eos_ids=(7, 19))
 PLAIN = decode(TARGET, None, PROMPTS, GREEDY_TEXT)[0]
 
 
@@ -73,7 +74,7 @@ def test_greedy_text_is_plain_text_at_every_batch_size(name):
     """With rows recycled and compacted."""
     drafter = DRAFTERS[name]()
     assert len({len(one.response_ids) for one in PLAIN}) > 1, "rows must end at different times"
-    settings = DecodeSettings(GREEDY, 5, "greedy", max_tokens=40, eos_ids=(7, 19))
+    settings = DecodeSettings(GREEDY, 5, Rule.named("greedy"), max_tokens=40, eos_ids=(7, 19))
     for batch_size, count in ((1, 3), (3, 8), (8, 8)):
         responses, _ = decode(TARGET, drafter, PROMPTS[:count], settings, batch_size=batch_size)
         assert [one.response_ids for one in responses] == [one.response_ids for one in PLAIN[:count]], batch_size
@@ -86,7 +87,9 @@ def test_greedy_text_is_plain_text_at_every_batch_size(name):
 def test_sampled_text_ignores_the_batch(name):
     """It depends on (seed, key) only."""
     drafter = DRAFTERS[name]()
-    settings = DecodeSettings(SamplingSettings(0.6, top_k=20), 4, "sample", max_tokens=24, eos_ids=(3,), seed=5)
+    settings = DecodeSettings(
+        SamplingSettings(0.6, top_k=20), 4, Rule.named("sample"), max_tokens=24, eos_ids=(3,), seed=5
+    )
     together, _ = decode(TARGET, drafter, PROMPTS, settings, batch_size=8)
     for batch_size, count in ((1, 3), (3, 8)):
         apart, _ = decode(TARGET, drafter, PROMPTS[:count][::-1], settings, batch_size=batch_size)
@@ -100,4 +103,6 @@ OTHER_RULES = [(name, rule) for name in ("lookup", "parallel", "lookup-draft") f
 @pytest.mark.simulation
 @pytest.mark.parametrize(("name", "rule"), [*SAMPLED, *OTHER_RULES])
 def test_sampled_text_has_the_targets_distribution(name, rule):
-    assert sampled_text_p_value(SMALL[name](), DecodeSettings(gamma=3, rule=rule), trials(3000, 6000)) > 1e-3
+    assert (
+        sampled_text_p_value(SMALL[name](), DecodeSettings(gamma=3, rule=Rule.named(rule)), trials(3000, 6000)) > 1e-3
+    )

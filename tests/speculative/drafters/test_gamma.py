@@ -9,6 +9,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 TARGET = tiny_model()
@@ -172,7 +173,7 @@ def test_odd_policies_are_refused():
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_adaptive_gamma_leaves_greedy_text_as_it_is(batch_size):
     prompts = prompts_of([9, 1, 23, 4, 70, 2])
-    settings = DecodeSettings(GREEDY, 6, "greedy", max_tokens=40)
+    settings = DecodeSettings(GREEDY, 6, Rule.named("greedy"), max_tokens=40)
     policy = AdaptiveGamma(6)
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size, policy=policy)
     assert texts(responses) == generated(TARGET, prompts, 40)

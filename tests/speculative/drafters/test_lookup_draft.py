@@ -25,6 +25,7 @@ from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, S
 from speculative.drafters.lookup import Lookahead, PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, row_uniforms
 from speculative.rules.tree import TokenTree
 
@@ -171,8 +172,8 @@ def test_pairs_that_make_no_sense_are_refused():
 
 def test_a_token_tree_in_the_settings_gives_chains():
     prompts, tree = repeating_prompts(3), TokenTree.from_branching((2, 2))
-    plain, _ = decode(TARGET, None, prompts, DecodeSettings(GREEDY, 0, "greedy", max_tokens=20))
-    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=20, tree=tree)
+    plain, _ = decode(TARGET, None, prompts, DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=20))
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=20, tree=tree)
     responses, _ = decode(TARGET, LookupDraft(PromptLookup(2, 2), ModelDrafter(DRAFT)), prompts, settings)
     assert [one.response_ids for one in responses] == [one.response_ids for one in plain]
     assert {count for one in responses for count in one.drafted_counts} == {2}

@@ -28,6 +28,7 @@ from speculative.measure.metrics import survival
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -84,7 +85,7 @@ def test_a_block_is_one_call_of_the_draft() -> None:
     hook = DRAFT.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    settings = DecodeSettings(GREEDY, 5, "greedy", max_tokens=20)
+    settings = DecodeSettings(GREEDY, 5, Rule.named("greedy"), max_tokens=20)
     decode(TARGET, ParallelDrafter(DRAFT), prompts_of([6]), settings)  # what a model is asked once
     widths.clear()
     _, timing = decode(TARGET, ParallelDrafter(DRAFT), prompts_of([6]), settings)
@@ -101,46 +102,46 @@ def small_prompts(count: int) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_greedy_replay_equals_live_block_counts_exactly(gamma: int) -> None:
-    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40, eos_ids=(3,))
+    settings = DecodeSettings(GREEDY, gamma, Rule.named("greedy"), max_tokens=40, eos_ids=(3,))
     responses, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(8), settings)
     counted = [response.blocks for response in responses]
     scores = score_tokens(SMALL, responses, GREEDY, offsets=gamma)
-    assert expected_blocks_of(scores, "greedy", (gamma,))[:, 0].tolist() == counted
+    assert expected_blocks_of(scores, Rule.named("greedy"), (gamma,))[:, 0].tolist() == counted
     assert max(count for one in responses for count in one.accepted_counts) >= min(gamma, 2), "offsets are reached"
 
 
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft", "block"])
 def test_replay_agrees_with_live_decoding_and_with_its_survival(rule: str) -> None:
-    settings = DecodeSettings(SAMPLED, 4, rule, max_tokens=40)
+    settings = DecodeSettings(SAMPLED, 4, Rule.named(rule), max_tokens=40)
     live, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(120), settings, batch_size=120)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
-    assert abs(agreement_of(scores, rule, counted, 4).z) < 3.5
+    assert abs(agreement_of(scores, Rule.named(rule), counted, 4).z) < 3.5
     kept = [count for response in live for count in response.accepted_counts]
-    np.testing.assert_allclose(survival_of(scores, rule, 4), survival(kept, 4), atol=0.03)
+    np.testing.assert_allclose(survival_of(scores, Rule.named(rule), 4), survival(kept, 4), atol=0.03)
     # As one that drafts token by token it would keep another number.
-    assert not agreement_of(score_tokens(SMALL, live, SAMPLED), rule, counted, 4).agrees
+    assert not agreement_of(score_tokens(SMALL, live, SAMPLED), Rule.named(rule), counted, 4).agrees
 
 
 def test_replay_knows_a_lookup_before_a_parallel_draft() -> None:
-    settings = DecodeSettings(SAMPLED, 4, "sample", max_tokens=40)
+    settings = DecodeSettings(SAMPLED, 4, Rule.named("sample"), max_tokens=40)
     both = LookupDraft(PromptLookup(min_ngram=2), ParallelDrafter(SMALL))
     live, _ = decode(SMALL_TARGET, both, small_prompts(60), settings, batch_size=60)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
     sure = [kept_by_lookup(text, 4, min_ngram=2) for text in live]
-    assert abs(agreement_of(scores, "sample", counted, 4, sure=sure).z) < 3.5
+    assert abs(agreement_of(scores, Rule.named("sample"), counted, 4, sure=sure).z) < 3.5
 
 
 def test_other_ways_to_decode_leave_the_text_alone() -> None:
     """A gamma chosen block by block, a token tree (answered with a chain), logits rules, windows and learned positions."""
-    plain, _ = decode(TARGET, None, prompts_of([4, 9]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
+    plain, _ = decode(TARGET, None, prompts_of([4, 9]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=24))
     tree = TokenTree.from_branching((2, 1, 1))
     for settings, policy in (
-        (DecodeSettings(GREEDY, 5, "greedy", max_tokens=24), AdaptiveGamma(5)),
-        (DecodeSettings(GREEDY, 3, "greedy", max_tokens=24, tree=tree), None),
+        (DecodeSettings(GREEDY, 5, Rule.named("greedy"), max_tokens=24), AdaptiveGamma(5)),
+        (DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24, tree=tree), None),
     ):
         found, _ = decode(TARGET, ParallelDrafter(DRAFT), prompts_of([4, 9]), settings, policy=policy)
         assert [one.response_ids for one in found] == [one.response_ids for one in plain]
-    penalty = DecodeSettings(GREEDY, 4, "greedy", max_tokens=24, rules=LogitsRules(repetition_penalty=1.5))
+    penalty = DecodeSettings(GREEDY, 4, Rule.named("greedy"), max_tokens=24, rules=LogitsRules(repetition_penalty=1.5))
     texts = [
         [one.response_ids for one in decode(TARGET, drafter, prompts_of([4, 9]), penalty)[0]]
         for drafter in (ParallelDrafter(DRAFT), ModelDrafter(DRAFT))
@@ -148,10 +149,10 @@ def test_other_ways_to_decode_leave_the_text_alone() -> None:
     assert texts[0] == texts[1] != [one.response_ids for one in plain]
     for kind, size in (("gpt2", {"n_positions": 32}), ("mistral", {"sliding_window": 4})):
         target = tiny_model(kind, vocab_size=SMALL_VOCAB, **size)
-        draft, settings = marked(perturbed(target), 7), DecodeSettings(GREEDY, 4, "greedy", max_tokens=26)
+        draft, settings = marked(perturbed(target), 7), DecodeSettings(GREEDY, 4, Rule.named("greedy"), max_tokens=26)
         live, _ = decode(target, ParallelDrafter(draft), small_prompts(4)[:2], settings)
         scores = score_tokens(draft, live, GREEDY, offsets=4)
-        assert expected_blocks_of(scores, "greedy", (4,))[:, 0].tolist() == [one.blocks for one in live]
+        assert expected_blocks_of(scores, Rule.named("greedy"), (4,))[:, 0].tolist() == [one.blocks for one in live]
 
 
 def test_who_cannot_draft_in_parallel_is_refused_in_one_line() -> None:

@@ -21,6 +21,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters import past_responses
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 FOUR = tiny_model(vocab_size=4)
@@ -121,4 +122,4 @@ def test_responses_that_cannot_be_stored_are_refused():
 def test_another_vocabulary_is_refused():
     drafter = PastResponses(ResponseIndex.build([[1, 2, 3]], VOCAB - 1))
     with pytest.raises(UserError, match=r"built for a vocabulary of 49 token ids but the target has 50"):
-        decode(TARGET, drafter, repeating_prompts(1), DecodeSettings(GREEDY, 2, "greedy", max_tokens=4))
+        decode(TARGET, drafter, repeating_prompts(1), DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=4))

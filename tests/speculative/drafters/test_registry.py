@@ -9,6 +9,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.drafters.past_responses import ResponseIndex
 from speculative.drafters.registry import Parts, recipes
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 TARGET = tiny_model(num_hidden_layers=3)
@@ -20,7 +21,7 @@ PARTS = Parts(TARGET, Draft(DRAFT), ResponseIndex.build([[1, 2, 3, 4]], VOCAB), 
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_every_way_decodes_the_text_of_the_target(name: str) -> None:
     recipe = recipes()[name]
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12, tree=recipe.tree)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12, tree=recipe.tree)
     policy, prompts = recipe.policy(3) if recipe.policy else None, prompts_of([5, 9])
     responses = decode(TARGET, recipe.drafter(PARTS), prompts, settings, policy=policy)[0]
     assert texts(responses) == generated(TARGET, prompts, 12)

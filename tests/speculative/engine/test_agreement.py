@@ -17,9 +17,10 @@ from speculative.engine.cached_model import CachedModel
 from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
 from speculative.measure.self_checks import self_checks
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
-SETTINGS = DecodeSettings(GREEDY, 0, "greedy", max_tokens=12)
+SETTINGS = DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=12)
 PROMPTS = prompts_of([24, 3, 11])
 SLIDING, FULL = "sliding_attention", "full_attention"
 FROM_PADDING = (

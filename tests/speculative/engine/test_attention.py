@@ -10,6 +10,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.engine import cached_model, calls
 from speculative.engine.calls import GROUPED, grouped_attention, grouped_queries
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_decoding_gives_the_text_of_transformers_and_leaves_the_model_alone(kind
     target = tiny_model(kind, **({"sliding_window": 6} if kind in ("mistral", "gemma2") else {}))
     before = {name: dict(vars(module)) for name, module in target.named_modules()}
     prompts = prompts_of([9, 1, 23])
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12)
     responses, _ = decode(target, EarlyExit(target, 1), prompts, settings, batch_size=3, runner="eager")
     assert texts(responses) == generated(target, prompts, 12)
     assert {name: dict(vars(module)) for name, module in target.named_modules()} == before
@@ -165,7 +166,7 @@ def test_a_fresh_prompt_is_read_without_a_mask(monkeypatch):
         ),
     )
     target = tiny_model()
-    settings = DecodeSettings(GREEDY, 0, "greedy", max_tokens=8)
+    settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=8)
     monkeypatch.setattr(cached_model, "PREFILL_TOKENS", 16)
     prompts = prompts_of([31])
     responses, _ = decode(target, None, prompts, settings, runner="eager")

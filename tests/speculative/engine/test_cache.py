@@ -18,6 +18,7 @@ from speculative.engine.cached_model import CachedModel
 from speculative.engine.memory import cache_bytes
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 from speculative.rules.tree import TokenTree
 
@@ -209,7 +210,13 @@ def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch
     before = alive()
     gc.disable()
     try:
-        decode(target, drafter, prompts_of([5, 3]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=8), runner=runner)
+        decode(
+            target,
+            drafter,
+            prompts_of([5, 3]),
+            DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=8),
+            runner=runner,
+        )
         assert alive() <= before
     finally:
         gc.enable()

@@ -30,6 +30,7 @@ from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled import model as compiled
 from speculative.engine.compiled.library import library
 from speculative.engine.compiled.model import CompiledModel
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -168,7 +169,10 @@ def test_a_token_among_hundreds_has_the_bits_that_it_has_alone() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [DecodeSettings(GREEDY, 0, "greedy", 30), DecodeSettings(SamplingSettings(0.7, 0, 0.9), 3, max_tokens=30)],
+    [
+        DecodeSettings(GREEDY, 0, Rule.named("greedy"), 30),
+        DecodeSettings(SamplingSettings(0.7, 0, 0.9), 3, max_tokens=30),
+    ],
 )
 def test_texts_are_those_of_the_models_own_calls(settings: DecodeSettings) -> None:
     target, draft = tiny_model("qwen3", seed=1), tiny_model("llama", seed=2, num_hidden_layers=1)
@@ -266,7 +270,7 @@ def test_logits_that_are_broken_are_no_difference() -> None:
 
 
 def test_weights_may_move_and_change_between_decode_calls() -> None:
-    target, prompts, settings = tiny_model(seed=5), prompts_of([6]), DecodeSettings(GREEDY, 0, "greedy", 12)
+    target, prompts, settings = tiny_model(seed=5), prompts_of([6]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), 12)
     decode(target, None, prompts, settings)
     target.load_state_dict(
         {name: weight.clone() for name, weight in tiny_model(seed=6).state_dict().items()}, assign=True
@@ -285,7 +289,7 @@ def test_a_model_is_called_as_it_is_where_nothing_is_compiled(monkeypatch: pytes
 @pytest.mark.parametrize("how", ["injected", "base model"])
 def test_an_adapter_inside_the_model_is_heard(how: str, decoded_before: bool) -> None:
     """peft's layers have their base layer's weight and bias."""
-    model, settings = tiny_model(seed=8), DecodeSettings(GREEDY, 0, "greedy", 16)
+    model, settings = tiny_model(seed=8), DecodeSettings(GREEDY, 0, Rule.named("greedy"), 16)
     if decoded_before:
         decode(model, None, prompts_of([5]), settings)
     adapted = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
@@ -347,7 +351,7 @@ def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> No
 def test_what_a_model_is_now_counts(change: str) -> None:
     model, settings = (
         tiny_model(seed=9, num_hidden_layers=3, tie_word_embeddings=False),
-        DecodeSettings(GREEDY, 0, "greedy", 12),
+        DecodeSettings(GREEDY, 0, Rule.named("greedy"), 12),
     )
     prompts = [("short", [1, 2, 3, 4])]
     decode(model, None, prompts, settings)
@@ -395,7 +399,7 @@ def test_memory_that_ends_inside_threads_is_said_too(spare: int) -> None:
     """An exception that leaves a parallel region, and a thread that cannot be started, would end the process."""
     vocab, prompts = 400_000, [("a", [1, 2, 3]), ("b", [4, 5, 6])]
     sizes = {"vocab_size": vocab, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
-    settings = DecodeSettings(SamplingSettings(1.0, top_p=0.9), 1, "sample", 2)
+    settings = DecodeSettings(SamplingSettings(1.0, top_p=0.9), 1, Rule.named("sample"), 2)
 
     def run() -> None:
         target, drafter = tiny_model(**sizes), ModelDrafter(tiny_model(**sizes))

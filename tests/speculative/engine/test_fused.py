@@ -18,6 +18,7 @@ from speculative.engine.agreement import Unfit
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.weights import Weights, packed
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 # Each pair of a dtype and an architecture costs a quarter of a minute of Triton's compiler.
@@ -61,7 +62,7 @@ def test_fused_kernels_give_the_models_own_logits(kind, dtype, sizes, monkeypatc
 def test_decoding_with_fused_kernels_gives_the_texts_of_eager_calls():
     target = tiny_model("qwen3", num_hidden_layers=3).cuda()
     draft = perturbed(tiny_model("qwen3", num_hidden_layers=3)).cuda()
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24)
     found = {}
     for runner in ("eager", "graph", "graph"):
         found[runner], _ = decode(

@@ -21,6 +21,7 @@ from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
 from speculative.measure.replay import agreement_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 # The last layers read keys and values of earlier ones of their kind.
@@ -67,13 +68,15 @@ def test_architectures_equal_transformers_generate(name):
     target = tiny_model(name.split()[0], **MATRIX[name])
     prompts = prompts_of([12, 1, 5, 30, 8])
     expected = generated(target, prompts, 24)
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24)
     draft = perturbed(target)
     for batch_size, count in ((1, 2), (3, 5)):
         responses, _ = decode(target, ModelDrafter(draft), prompts[:count], settings, batch_size=batch_size)
         assert texts(responses) == expected[:count]
         # The draft saw what it should have: positions or windows off by one would only lower its acceptance.
-        check = agreement_of(score_tokens(draft, responses, GREEDY), "greedy", [text.blocks for text in responses], 3)
+        check = agreement_of(
+            score_tokens(draft, responses, GREEDY), Rule.named("greedy"), [text.blocks for text in responses], 3
+        )
         assert check.live_blocks == pytest.approx(check.predicted_blocks)
     assert "sliding" not in name or set(attention_windows(target)) - {None} == {6}
 
@@ -120,11 +123,11 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
     )
     assert max_positions(target.config) == 40
     assert max_positions(tiny_model().config) == 256
-    prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+    prompts, settings = prompts_of([5, 1, 16]), DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(target, prompts, 24)
     with pytest.raises(UserError, match="exceeds the context of 40 of the target"):
-        decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=24))
+        decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=24))
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     assert max_positions(dynamic.config) == 256
 
@@ -132,7 +135,7 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
 def test_a_model_that_wants_a_mask_for_each_row_gets_one():
     target = tiny_model("xglm", d_model=32, num_layers=2, attention_heads=4, ffn_dim=64)
     prompts = prompts_of([6, 6, 6])
-    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=10)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=10)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
     assert texts(responses) == generated(target, prompts, 10)
 
@@ -173,7 +176,7 @@ def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_tra
     for model in (target, draft):
         model.register_forward_pre_hook(refresh)
     prompts = prompts_of([5, 9, 2])
-    settings = DecodeSettings(GREEDY, 3, "greedy", max_tokens=12)
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12)
     responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
     assert all(inference[-8:])  # outside decoding a model may be used in any mode
     assert texts(responses) == generated(target, prompts, 12)
@@ -225,7 +228,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_taken(monkeypat
     monkeypatch.setattr("speculative.engine.memory.free_bytes", lambda device: 1)
     monkeypatch.setattr("speculative.decoder.block_loop.BlockLoop", None)  # never reached
     with pytest.raises(UserError, match="lower the batch size or max_tokens"):
-        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
+        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=4))
 
 
 def test_a_model_whose_first_layers_do_not_run_alone_has_no_early_exit():

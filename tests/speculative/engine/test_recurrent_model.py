@@ -18,6 +18,7 @@ from speculative.engine.recurrent_model import RecurrentModel
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge
 from speculative.measure.self_checks import self_checks
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 from speculative.rules.tree import TokenTree
 
@@ -43,7 +44,7 @@ def test_text_is_that_of_transformers_generate(kind, monkeypatch):
     """Rows that end early, are taken by another prompt and roll back past the copy that is kept."""
     monkeypatch.setattr(recurrent_model, "CHECKPOINT_STEP", 4)
     target, prompts = hybrid(kind), prompts_of([5, 1, 9])
-    settings = DecodeSettings(GREEDY, 2, "greedy", max_tokens=9)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=9)
     responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings, batch_size=2)
     assert texts(responses) == generated(target, prompts, 9)
     assert sum(response.blocks for response in responses) < 27  # something was accepted
@@ -51,11 +52,13 @@ def test_text_is_that_of_transformers_generate(kind, monkeypatch):
 
 def test_a_hybrid_judges_itself_and_a_draft_as_replay_predicts():
     target, draft = hybrid("lfm2"), perturbed(hybrid("lfm2"))
-    settings = DecodeSettings(SamplingSettings(), 3, "sample", max_tokens=12, seed=4)
+    settings = DecodeSettings(SamplingSettings(), 3, Rule.named("sample"), max_tokens=12, seed=4)
     prompts = prompts_of([5, 2, 7])
     found = self_checks(target, prompts, settings)
     assert (found["alpha_live"], found["greedy_equal"]) == (pytest.approx(1.0, abs=1e-3), 3)
-    plain, _ = decode(target, None, prompts, DecodeSettings(SamplingSettings(), 0, "sample", max_tokens=12, seed=5))
+    plain, _ = decode(
+        target, None, prompts, DecodeSettings(SamplingSettings(), 0, Rule.named("sample"), max_tokens=12, seed=5)
+    )
     heldout = [
         HeldoutResponse(r.key, "d", tuple(r.prompt_ids), tuple(r.response_ids), r.log_target_probs) for r in plain
     ]
@@ -97,13 +100,15 @@ def test_a_state_that_is_not_used_is_refused_in_one_line():
     model = hybrid("lfm2")
     forward = model.model.forward
     model.model.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"past_key_values": None})
-    said = refused(lambda: decode(model, None, prompts_of([5]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4)))
+    said = refused(
+        lambda: decode(model, None, prompts_of([5]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=4))
+    )
     assert "(Lfm2ForCausalLM) does not continue from its own state as it reads a whole text" in said
 
 
 def test_what_one_past_cannot_do_is_refused():
     target = hybrid("lfm2")
-    tree = DecodeSettings(GREEDY, 2, "greedy", max_tokens=4, tree=TokenTree((0, 0, 1)))
+    tree = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=4, tree=TokenTree((0, 0, 1)))
     with pytest.raises(UserError, match="recurrent state, which does not support token trees: use a chain"):
         decode(target, ModelDrafter(perturbed(target)), prompts_of([3]), tree)
     with pytest.raises(UserError, match="no early exit"):
@@ -113,7 +118,7 @@ def test_what_one_past_cannot_do_is_refused():
 def test_a_state_that_stays_in_the_model_is_refused():
     model = tiny_model("recurrent_gemma", num_hidden_layers=3, num_key_value_heads=1, lru_width=32)
     with pytest.raises(UserError, match=r"RecurrentGemmaForCausalLM\) does not return its state"):
-        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, "greedy", max_tokens=4))
+        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=4))
 
 
 def test_states_are_counted_three_times_over():

@@ -16,10 +16,11 @@ from speculative.drafters.gamma import FixedGamma
 from speculative.engine import cached_model, memory
 from speculative.engine.runners import Recording, make_runner, resolve_runner
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 PROMPTS = prompts_of([9, 1, 23, 4, 70, 2, 15])
-GREEDY_3 = DecodeSettings(GREEDY, 3, "greedy", max_tokens=24)
+GREEDY_3 = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=24)
 
 
 class HearsSeconds(FixedGamma):
@@ -54,7 +55,7 @@ def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size
     draft, prompts = perturbed(target), PROMPTS if batch_size > 1 else PROMPTS[4:]
     settings = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings(1.0), "block")]
     for sampling, rule in settings:
-        asked = DecodeSettings(sampling, 3, rule, max_tokens=24, eos_ids=(5, 9))
+        asked = DecodeSettings(sampling, 3, Rule.named(rule), max_tokens=24, eos_ids=(5, 9))
         plain, _ = decode(target, ModelDrafter(draft), prompts, asked, batch_size=batch_size)
         for policy in (None, HearsSeconds(3)):
             static, timing = decode(
@@ -69,7 +70,9 @@ def test_what_a_reader_asks_for_comes_from_recorded_blocks_too(recorded, tmp_pat
     """Stop strings, text, the log of proposals, a context that is too short; the stream may be left early."""
     target = tiny_model(vocab_size=400, max_position_embeddings=96)
     draft, tokenizer = perturbed(target), load_tokenizer(str(EMBEDDED_FOLDER))
-    asked = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=40, stop=("ing", "("), fit_context=True)
+    asked = DecodeSettings(
+        SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=40, stop=("ing", "("), fit_context=True
+    )
     tables, responses = [], []
     for runner in ("eager", "graph"):
         with ProposalLog(tmp_path / f"{runner}.parquet") as log:
@@ -146,7 +149,9 @@ def test_a_model_whose_captures_fail_runs_eagerly_with_one_warning(recorded, mon
     monkeypatch.setattr(CpuGraphRunner, "_record", lambda self, function, inputs, device: capture(function, inputs))
     target = tiny_model()
     with pytest.warns(UserWarning, match=said) as seen:
-        responses, _ = decode(target, None, PROMPTS, DecodeSettings(GREEDY, 0, "greedy", max_tokens=24), runner="graph")
+        responses, _ = decode(
+            target, None, PROMPTS, DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=24), runner="graph"
+        )
     assert len(seen) == 1
     assert texts(responses) == generated(target, PROMPTS, 24)
 
@@ -167,7 +172,7 @@ def test_blocks_that_record_a_call_are_in_no_stage(recorded):
 def test_graphs_give_the_tokens_of_plain_calls_on_cuda(rule):
     sampling = GREEDY if rule == "greedy" else SamplingSettings(1.0)
     target, draft = tiny_model().cuda(), perturbed(tiny_model()).cuda()
-    settings = DecodeSettings(sampling, 3, rule, max_tokens=24)
+    settings = DecodeSettings(sampling, 3, Rule.named(rule), max_tokens=24)
     for batch_size in (1, 3):
         plain, _ = decode(target, ModelDrafter(draft), PROMPTS, settings, batch_size=batch_size)
         graphed, _ = decode(target, ModelDrafter(draft), PROMPTS, settings, batch_size=batch_size, runner="graph")

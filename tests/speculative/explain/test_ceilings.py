@@ -21,6 +21,7 @@ from speculative.measure.baseline_replay import NGRAM_SIZES, tuned_lookup
 from speculative.measure.cost import StepCosts, best_gamma, given_costs
 from speculative.measure.measured import Measured
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to find.
@@ -31,7 +32,7 @@ ROW = Measured("d", "sample")
 
 
 def texts_of(sampling: SamplingSettings, count: int = 6, tokens: int = 40) -> list[HeldoutResponse]:
-    settings = DecodeSettings(sampling, 0, "greedy" if sampling.greedy else "sample", tokens)
+    settings = DecodeSettings(sampling, 0, Rule.named("greedy" if sampling.greedy else "sample"), tokens)
     prompts = prompts_of([5 + index for index in range(count)], vocab_size=VOCAB)
     responses, _ = decode(TARGET, None, prompts, settings)
     return [HeldoutResponse(one.key, "x", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses]
@@ -222,7 +223,7 @@ def test_lookup_before_a_draft_is_the_cascade_and_distilling_adds_to_it():
     scores = score_tokens(perturbed(TARGET, 0.2), texts, WARM)
     peaks, keys = ceilings.target_peaks(TARGET, texts, WARM), [text.key for text in texts]
     now, distilled = ceilings.draft_outlook(scores, peaks, keys, CHEAP, ROW, 1.0, texts).both
-    tuned = tuned_lookup(texts, CHEAP, range(1, 17), replay.texts_of(scores, "sample"))
+    tuned = tuned_lookup(texts, CHEAP, range(1, 17), replay.texts_of(scores, Rule.named("sample")))
     assert (now.ngrams, now.gamma, now.then_gamma) == (
         tuned.sizes,
         tuned.gamma,

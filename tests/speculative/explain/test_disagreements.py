@@ -13,6 +13,7 @@ from speculative.explain import disagreements as module
 from speculative.explain.disagreements import disagreements
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 TOKENIZER = load_tokenizer(str(EMBEDDED_FOLDER))
 
@@ -63,7 +64,7 @@ def test_a_table_by_hand():
     ]
     scores = [scored(texts[0].response_ids, [A, C, A, A, A, B]), scored(texts[1].response_ids, [A, A, C, A])]
     flags = [own.matches.tolist() for own in scores]
-    rows = disagreements(texts, scores, rule="greedy", gamma=3, tokenizer=TOKENIZER, seconds_per_block=0.02)
+    rows = disagreements(texts, scores, rule=Rule.named("greedy"), gamma=3, tokenizer=TOKENIZER, seconds_per_block=0.02)
     assert [(row.target_said, row.draft_wanted, row.count, row.prompts) for row in rows] == [
         (" if", "self", 2, 2),
         (" return", " if", 1, 1),
@@ -85,7 +86,7 @@ def test_a_table_by_hand():
 def test_the_counterfactual_equals_replaying_all_text_again(rule, gamma, monkeypatch):
     texts, scores = random_text(0, longest=90)
     tokens = sum(len(own) for own in scores)
-    rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
+    rows = disagreements(texts, scores, rule=Rule.named(rule), gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
     assert len(rows) > 8
     names = {word(text): text for text in (" return", " if", "self", " for")}
     for row in rows:
@@ -102,9 +103,13 @@ def test_the_counterfactual_equals_replaying_all_text_again(rule, gamma, monkeyp
                 own.log_draft_probs - own.log_target_probs,
             )
             agreed.append(replace(own, log_draft_probs=own.log_target_probs + ratio, matches=own.matches | here))
-        assert row.tau_if_agreed == pytest.approx(tokens / expected_blocks_of(agreed, rule, (gamma,)).sum(), rel=1e-9)
+        assert row.tau_if_agreed == pytest.approx(
+            tokens / expected_blocks_of(agreed, Rule.named(rule), (gamma,)).sum(), rel=1e-9
+        )
     monkeypatch.setattr(module, "REPLAYED_AT_ONCE", 1)
-    one_by_one = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0)
+    one_by_one = disagreements(
+        texts, scores, rule=Rule.named(rule), gamma=gamma, tokenizer=TOKENIZER, seconds_per_block=1.0
+    )
     for ours, theirs in zip(rows, one_by_one, strict=True):
         assert ours.tau_if_agreed == pytest.approx(theirs.tau_if_agreed, rel=1e-12)
 
@@ -121,7 +126,7 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
         matches = (own.matches[places] & (rng.random(places.shape) < 0.7)) | ~inside
         table = TokenScores(log_draft, log_target, matches, own.choice_ids[places])
         scores[index] = replace(own, by_start=table)
-    rows = disagreements(texts, scores, rule=rule, gamma=offsets, tokenizer=TOKENIZER)
+    rows = disagreements(texts, scores, rule=Rule.named(rule), gamma=offsets, tokenizer=TOKENIZER)
     names = {word(text): text for text in (" return", " if", "self", " for")}
     for text, own in zip(texts, scores, strict=True):
         table, said = own.by_start, [names[token] for token in text.response_ids]
@@ -134,7 +139,7 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
                 log_draft[start, offset] = max(log_draft[start, offset], table.log_target_probs[start, offset])
         agreed.append(replace(own, by_start=replace(table, log_draft_probs=log_draft, matches=matches)))
     tokens = sum(len(own) for own in scores)
-    now, then = (tokens / expected_blocks_of(found, rule, (offsets,)).sum() for found in (scores, agreed))
+    now, then = (tokens / expected_blocks_of(found, Rule.named(rule), (offsets,)).sum() for found in (scores, agreed))
     assert then > now
     assert rows[0].tau_if_agreed == pytest.approx(then, rel=1e-9)
 
@@ -143,10 +148,10 @@ def test_a_parallel_draft_is_right_there_from_every_start(rule):
 @settings(max_examples=30)
 def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
     texts, scores = random_text(seed, responses=3, longest=12)
-    rows = disagreements(texts, scores, rule=rule, gamma=gamma, tokenizer=TOKENIZER)
+    rows = disagreements(texts, scores, rule=Rule.named(rule), gamma=gamma, tokenizer=TOKENIZER)
     if not rows:
         return
-    tau = sum(len(own) for own in scores) / expected_blocks_of(scores, rule, (gamma,)).sum()
+    tau = sum(len(own) for own in scores) / expected_blocks_of(scores, Rule.named(rule), (gamma,)).sum()
     assert all(row.tau_if_agreed >= tau - 1e-9 for row in rows)
     assert all(row.tokens_per_second_lost is None for row in rows)
     taus = [row.tau_if_agreed for row in rows]
@@ -158,7 +163,9 @@ def test_agreeing_never_hurts_and_shares_are_of_the_whole(seed, rule, gamma):
 
 def test_no_disagreement_no_row_and_foreign_scores_are_refused():
     text = HeldoutResponse("one", "a", [C], [A, B], [0.0, 0.0])
-    assert disagreements([text], [scored([A, B], [A, B])], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []
-    assert disagreements([], [], rule="greedy", gamma=2, tokenizer=TOKENIZER) == []
+    assert (
+        disagreements([text], [scored([A, B], [A, B])], rule=Rule.named("greedy"), gamma=2, tokenizer=TOKENIZER) == []
+    )
+    assert disagreements([], [], rule=Rule.named("greedy"), gamma=2, tokenizer=TOKENIZER) == []
     with pytest.raises(ValueError, match="not of these texts"):
-        disagreements([text], [scored([A], [A])], rule="greedy", gamma=2, tokenizer=TOKENIZER)
+        disagreements([text], [scored([A], [A])], rule=Rule.named("greedy"), gamma=2, tokenizer=TOKENIZER)

@@ -36,12 +36,13 @@ from speculative.explain.losslessness import (
     uniformity,
 )
 from speculative.rules import verify as verify_module
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 TARGET = tiny_model()
 DRAFTER = ModelDrafter(perturbed(TARGET, 0.2))
 PROMPTS = prompts_of([5, 9, 3, 7])
-SAMPLED = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
+SAMPLED = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=32)
 FEW = {"samples": 24, "permutations": 3999, "batch_size": 384}
 # 12,288 tokens of each kind: what a reader gets from 96 prompts of 128 tokens.
 MANY = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
@@ -51,7 +52,7 @@ MANY = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False
 def test_every_rule_passes_and_the_positive_control_is_seen(rule):
     sampling = SamplingSettings(0.9, top_k=20, top_p=0.95)
     asked = {**MANY, "control": True} if rule == "sample" else {**FEW, "control": False}
-    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, rule=rule, sampling=sampling), **asked)
+    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, rule=Rule.named(rule), sampling=sampling), **asked)
     assert not found.failed, found.sentence
     assert found.greedy == GreedyTexts(4, 128, 4, [], [])
     count, sampled = asked["samples"], found.sampled
@@ -66,7 +67,7 @@ def test_every_rule_passes_and_the_positive_control_is_seen(rule):
 
 
 def test_at_temperature_0_only_greedy_text_is_compared():
-    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, sampling=GREEDY, rule="greedy"), **FEW)
+    found = losslessness(TARGET, DRAFTER, PROMPTS, replace(SAMPLED, sampling=GREEDY, rule=Rule.named("greedy")), **FEW)
     assert found.sampled is found.control is None
     assert found.sentence == "Lossless: greedy text is the target's own on 4 of 4 prompts."
 

@@ -13,6 +13,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.repetition import RepetitionShares, repeats, repetition
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +58,9 @@ def test_counts_equal_the_slow_twin(shapes, ngram):
 
 def test_a_greedy_model_that_loops_is_called_looping():
     target = tiny_model(vocab_size=16)
-    live, _ = decode(target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, "greedy", 120))
+    live, _ = decode(
+        target, None, prompts_of([8] * 6, vocab_size=16), DecodeSettings(GREEDY, 0, Rule.named("greedy"), 120)
+    )
     found = repetition([text_of(one.prompt_ids, one.response_ids) for one in live])
     assert found.looping > 0.3
     assert f"{100 * found.looping:.0f} % of the target's tokens are in a loop" in found.warning

@@ -11,6 +11,7 @@ from speculative.explain.token_class import token_classes
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.measured import DRAFT, UNDISTILLED
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 PIECES = ("foo", "bar", " baz", "_", "1", "\n  ", ".", "", "\u00e9", "\U0001f600")
 
@@ -46,8 +47,12 @@ def stored_text(seed=0, prompts=6, samples=2, longest=40, greedy=False):
 @settings(max_examples=25)
 def test_slices_of_each_dimension_partition_the_tokens(seed, rule, with_entropies):
     texts, scores, pieces, entropies = stored_text(seed, prompts=3, longest=30)
-    tables = slice_tables(texts, scores, rule=rule, pieces=pieces, entropies=entropies if with_entropies else None)
-    accepted = {name: np.concatenate([one.accept_probs(rule) for one in own]) for name, own in scores.items()}
+    tables = slice_tables(
+        texts, scores, rule=Rule.named(rule), pieces=pieces, entropies=entropies if with_entropies else None
+    )
+    accepted = {
+        name: np.concatenate([one.accept_probs(Rule.named(rule)) for one in own]) for name, own in scores.items()
+    }
     tokens = len(accepted[DRAFT])
     assert (len(tables) == 6) == (tokens > 0)
     for table in tables:
@@ -70,7 +75,7 @@ def the_slow_rows(texts, scores, label_of, rule):
     """
     tokens, total_lost = {}, 0.0
     for index, text in enumerate(texts):
-        ours, base = (scores[name][index].accept_probs(rule) for name in (DRAFT, UNDISTILLED))
+        ours, base = (scores[name][index].accept_probs(Rule.named(rule)) for name in (DRAFT, UNDISTILLED))
         for place in range(len(text.response_ids)):
             tokens.setdefault(label_of(index, place), []).append((text.prompt, ours[place], ours[place] - base[place]))
             total_lost += 1 - ours[place]
@@ -121,7 +126,7 @@ def test_rows_equal_sums_token_by_token():
         "token class": lambda index, place: classes[index][place],
         "target entropy": entropy,
     }
-    for table in slice_tables(texts, scores, rule="sample", pieces=pieces, entropies=entropies):
+    for table in slice_tables(texts, scores, rule=Rule.named("sample"), pieces=pieces, entropies=entropies):
         expected = the_slow_rows(texts, scores, labels[table.dimension], "sample")
         assert {row.name for row in table.rows} == set(expected)
         for row in table.rows:
@@ -147,9 +152,9 @@ def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_
                 wanted = 0.6 + extra + rng.normal(0, 0.01, 20)
                 own = TokenScores(logs + np.log(wanted), logs, np.ones(20, bool), np.zeros(20))
                 scores[name].append(own)
-    table = slice_tables(texts, scores, rule="sample", pieces=None)[0]
+    table = slice_tables(texts, scores, rule=Rule.named("sample"), pieces=None)[0]
     # Six rows at 70 % together are 95 % each.
-    alone = slice_tables(texts, scores, rule="sample", pieces=None, confidence=1 - 6 * 0.05)[0]
+    alone = slice_tables(texts, scores, rule=Rule.named("sample"), pieces=None, confidence=1 - 6 * 0.05)[0]
     assert table.corrected_confidence == pytest.approx(1 - 0.05 / 6)
     assert alone.corrected_confidence == pytest.approx(0.95)
     certain = {row.name: row.certain for row in table.rows}
@@ -161,12 +166,12 @@ def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_
 
 def test_without_entropies_sampled_text_is_sliced_by_surprisal_and_greedy_text_is_not():
     texts, scores, pieces, _ = stored_text(1)
-    table = slice_tables(texts, scores, rule="sample", pieces=pieces)[-1]
+    table = slice_tables(texts, scores, rule=Rule.named("sample"), pieces=pieces)[-1]
     surprisals = -np.concatenate([text.log_target_probs for text in texts])
     assert table.dimension == "target surprisal"
     assert {row.name: row.tokens for row in table.rows}["0.5-1"] == int(((surprisals >= 0.5) & (surprisals < 1)).sum())
     texts, scores, pieces, _ = stored_text(1, greedy=True)
-    dimensions = [table.dimension for table in slice_tables(texts, scores, rule="greedy", pieces=pieces)]
+    dimensions = [table.dimension for table in slice_tables(texts, scores, rule=Rule.named("greedy"), pieces=pieces)]
     assert dimensions == ["domain", "prompt length", "position", "first tokens", "token class"]
 
 
@@ -175,16 +180,16 @@ def test_a_perfect_draft_loses_nothing_and_empty_text_has_no_table():
     perfect = [
         TokenScores(one.log_target_probs, one.log_target_probs, one.matches, one.choice_ids) for one in scores[DRAFT]
     ]
-    for table in slice_tables(texts, {DRAFT: perfect}, rule="sample", pieces=None):
+    for table in slice_tables(texts, {DRAFT: perfect}, rule=Rule.named("sample"), pieces=None):
         assert all(row.lost_share == 0.0 and row.alpha[DRAFT] == 1.0 for row in table.rows)
-    assert slice_tables([], {DRAFT: []}, rule="sample", pieces=[]) == []
+    assert slice_tables([], {DRAFT: []}, rule=Rule.named("sample"), pieces=[]) == []
 
 
 def test_what_is_not_of_the_same_text_is_refused():
     texts, scores, pieces, _ = stored_text(2)
     with pytest.raises(ValueError, match="no scores of 'draft'"):
-        slice_tables(texts, {"other": scores[DRAFT]}, rule="sample", pieces=pieces)
+        slice_tables(texts, {"other": scores[DRAFT]}, rule=Rule.named("sample"), pieces=pieces)
     with pytest.raises(ValueError, match="pieces are not of these texts"):
-        slice_tables(texts, scores, rule="sample", pieces=[own[:-1] for own in pieces])
+        slice_tables(texts, scores, rule=Rule.named("sample"), pieces=[own[:-1] for own in pieces])
     with pytest.raises(ValueError, match="scores of 'draft' are not"):
-        slice_tables(texts, {DRAFT: scores[DRAFT][::-1]}, rule="sample", pieces=pieces)
+        slice_tables(texts, {DRAFT: scores[DRAFT][::-1]}, rule=Rule.named("sample"), pieces=pieces)

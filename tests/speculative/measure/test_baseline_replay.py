@@ -27,6 +27,7 @@ from speculative.measure.baseline_replay import (
 from speculative.measure.cost import StepCosts, given_costs
 from speculative.measure.replay import Blocks, agreement_of, texts_of
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 VOCAB = 8  # Small, so that texts repeat themselves and lookup has something to find.
@@ -40,7 +41,7 @@ def rule_of(sampling):
 
 
 def live_texts(drafter, sampling, gamma, rule=None, prompts=(4, 9, 15), tokens=40):
-    settings = DecodeSettings(sampling, gamma, rule or rule_of(sampling), tokens)
+    settings = DecodeSettings(sampling, gamma, Rule.named(rule or rule_of(sampling)), tokens)
     responses, _ = decode(TARGET, drafter, prompts_of(list(prompts), vocab_size=VOCAB), settings, batch_size=64)
     return responses
 
@@ -75,13 +76,13 @@ def test_a_greedy_cascade_has_exactly_the_blocks_of_live_decoding(gamma, then_ga
         for text in live
     ]
     scores = score_tokens(DRAFT, live, GREEDY)
-    found = found_blocks(kept, (gamma,), texts_of(scores, "greedy"), (then_gamma,))
+    found = found_blocks(kept, (gamma,), texts_of(scores, Rule.named("greedy")), (then_gamma,))
     assert found.calls_NK[:, 0].tolist() == [one.blocks for one in live]
     assert found.found_NK.sum() > 0 < found.others_NK.sum()
     if then_gamma == gamma:
-        assert agreement_of(scores, "greedy", [one.blocks for one in live], gamma, sure=kept).z == 0.0
+        assert agreement_of(scores, Rule.named("greedy"), [one.blocks for one in live], gamma, sure=kept).z == 0.0
     else:
-        longer = found_blocks(kept, (gamma,), texts_of(scores, "greedy"))
+        longer = found_blocks(kept, (gamma,), texts_of(scores, Rule.named("greedy")))
         assert longer.calls_NK.sum() < found.calls_NK.sum()
 
 
@@ -100,16 +101,16 @@ class Counted(LookupDraft):
 @pytest.mark.parametrize("gamma", [2, 5])
 def test_a_sampled_cascade_agrees_with_live_decoding_within_coins(rule, gamma):
     worse = perturbed(TARGET, 0.15)
-    settings = DecodeSettings(SAMPLED, gamma, rule, 40)
+    settings = DecodeSettings(SAMPLED, gamma, Rule.named(rule), 40)
     cascade = Counted(PromptLookup(4, 2), ModelDrafter(worse))
     live, _ = decode(TARGET, cascade, prompts_of([6] * 60, vocab_size=VOCAB), settings, batch_size=60)
     kept = [kept_by_lookup(text, gamma, 4, 2) for text in live]
     scores = score_tokens(worse, live, SAMPLED)
     counted = [one.blocks for one in live]
-    assert abs(agreement_of(scores, rule, counted, gamma, sure=kept).z) < 4
+    assert abs(agreement_of(scores, Rule.named(rule), counted, gamma, sure=kept).z) < 4
     # Without the lookup in front the blocks would be others: the check sees who proposed.
-    assert agreement_of(scores, rule, counted, gamma).agrees is False
-    blocks = found_blocks(kept, (gamma,), texts_of(scores, rule))
+    assert agreement_of(scores, Rule.named(rule), counted, gamma).agrees is False
+    blocks = found_blocks(kept, (gamma,), texts_of(scores, Rule.named(rule)))
     assert blocks.found_NK.sum() > 50
     # Some blocks stand in for others, so their number varies less than if each were a coin.
     assert blocks.others_NK.sum() == pytest.approx(cascade.drafted, abs=4 * math.sqrt(cascade.drafted))
@@ -138,14 +139,16 @@ def test_the_cascade_equals_its_recursion(rule, monkeypatch):
     rng = np.random.default_rng(5)
     kept = [rng.integers(-3, 8, len(text)).clip(-1) for text in scores]
     gammas, then_gammas = (1, 2, 5, 7, 7), (1, 2, 5, 7, 2)
-    blocks = found_blocks(kept, gammas, texts_of(scores, rule), then_gammas)
+    blocks = found_blocks(kept, gammas, texts_of(scores, Rule.named(rule)), then_gammas)
     for row, (text, kept_T) in enumerate(zip(scores, kept, strict=True)):
         for column, (gamma, then_gamma) in enumerate(zip(gammas, then_gammas, strict=True)):
             expected = cascade_by_recursion(text, kept_T, rule, gamma, then_gamma)
             # Sums in another order.
             np.testing.assert_allclose([one[row, column] for one in blocks], expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
-    for one, other in zip(found_blocks(kept, gammas, texts_of(scores, rule), then_gammas), blocks, strict=True):
+    for one, other in zip(
+        found_blocks(kept, gammas, texts_of(scores, Rule.named(rule)), then_gammas), blocks, strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -187,12 +190,15 @@ def test_before_a_good_draft_only_sure_matches_take_its_place():
     texts = live_texts(None, SAMPLED, 0, prompts=[6] * 12)
     costs = given_costs(1.0, 0.02)
     scores = score_tokens(TARGET, texts, SAMPLED)  # the target as its own draft: always accepted
-    alone, together = tuned_lookup(texts, costs), tuned_lookup(texts, costs, drafted=texts_of(scores, "sample"))
+    alone, together = (
+        tuned_lookup(texts, costs),
+        tuned_lookup(texts, costs, drafted=texts_of(scores, Rule.named("sample"))),
+    )
     assert together.sizes[1] > alone.sizes[1]
     assert together.speed_up > alone.speed_up
     kept = [kept_by_lookup(text, 16, *together.sizes) for text in texts]
     gammas, then_gammas = (together.gamma,), (together.then_gamma,)
-    blocks = found_blocks(kept, gammas, texts_of(scores, "sample"), then_gammas)
+    blocks = found_blocks(kept, gammas, texts_of(scores, Rule.named("sample")), then_gammas)
     tokens = sum(len(text.response_ids) for text in texts)
     assert together.tau == pytest.approx(tokens / blocks.calls_NK.sum())
     assert together.speed_up == pytest.approx(tokens / found_steps(blocks, gammas, costs, then_gammas).sum())

@@ -20,6 +20,7 @@ from speculative.measure.effects import (
 )
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
+from speculative.rules.rule import Rule
 
 
 def scores_of(texts=40, shift=0.0, seed=0):
@@ -43,10 +44,12 @@ KEYS = [f"prompt {index // 2}" for index in range(40)]
 def test_effects_are_differences_on_the_same_text(rule):
     ours = list(BETTER)
     ours[0] = replace(ours[0], matches=np.ones(len(ours[0]), dtype=bool))
-    found = paired_effects(ours, BASELINE, KEYS, rule=rule, gamma=4)
-    alphas = [np.concatenate([text.accept_probs(rule) for text in side]).mean() for side in (ours, BASELINE)]
+    found = paired_effects(ours, BASELINE, KEYS, rule=Rule.named(rule), gamma=4)
+    alphas = [
+        np.concatenate([text.accept_probs(Rule.named(rule)) for text in side]).mean() for side in (ours, BASELINE)
+    ]
     tokens = sum(map(len, ours))
-    taus = [tokens / expected_blocks_of(side, rule, (4,)).sum() for side in (ours, BASELINE)]
+    taus = [tokens / expected_blocks_of(side, Rule.named(rule), (4,)).sum() for side in (ours, BASELINE)]
     assert found.alpha.gain == pytest.approx(alphas[0] - alphas[1])
     assert found.tau.gain == pytest.approx(taus[0] - taus[1])
     for effect in (found.alpha, found.tau):
@@ -57,12 +60,13 @@ def test_effects_are_differences_on_the_same_text(rule):
 
 def test_a_gain_is_a_gain_a_loss_its_mirror_and_nothing_is_nothing():
     gain, loss = (
-        paired_effects(*pair, KEYS, rule="sample", gamma=4) for pair in ((BETTER, BASELINE), (BASELINE, BETTER))
+        paired_effects(*pair, KEYS, rule=Rule.named("sample"), gamma=4)
+        for pair in ((BETTER, BASELINE), (BASELINE, BETTER))
     )
     assert (gain.certain, loss.certain) == ("gain", "loss")
     assert gain.alpha.gain == pytest.approx(-loss.alpha.gain)
     assert gain.speed_up is None
-    same = paired_effects(BASELINE, BASELINE, KEYS, rule="sample", gamma=4, looks=7)
+    same = paired_effects(BASELINE, BASELINE, KEYS, rule=Rule.named("sample"), gamma=4, looks=7)
     assert same.alpha == same.tau == Gain(gain=0.0, ci=(0.0, 0.0))
     assert same.certain == "none"
     assert same.minimal_detectable == Detectable(alpha=None, tau=None)
@@ -88,13 +92,15 @@ def test_a_shuffled_baseline_shows_no_gain():
             [pair[int(swapped[index // 2]) ^ side] for index, pair in enumerate(zip(BETTER, BASELINE, strict=True))]
             for side in (0, 1)
         ]
-        certain.append(paired_effects(*sides, KEYS, rule="sample", gamma=3).certain)
+        certain.append(paired_effects(*sides, KEYS, rule=Rule.named("sample"), gamma=3).certain)
     # 5 % each: more than four of twenty happen once in 400.
     assert sum(found != "none" for found in certain) <= 4
 
 
 def test_more_looks_ask_for_more():
-    once, many = (paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4, looks=looks) for looks in (1, 20))
+    once, many = (
+        paired_effects(BETTER, BASELINE, KEYS, rule=Rule.named("sample"), gamma=4, looks=looks) for looks in (1, 20)
+    )
     assert many.corrected_confidence == pytest.approx(0.9975)
     assert many.alpha.ci[0] < once.alpha.ci[0] < once.alpha.ci[1] < many.alpha.ci[1]
     assert many.minimal_detectable.alpha > once.minimal_detectable.alpha
@@ -105,7 +111,7 @@ def test_more_looks_ask_for_more():
 
 def test_too_few_prompts_are_certain_of_nothing():
     """Three prompts agree on the sign one time in four by luck, and no bootstrap of them can reach 0."""
-    few = paired_effects(BETTER[:6], BASELINE[:6], KEYS[:6], rule="sample", gamma=4)
+    few = paired_effects(BETTER[:6], BASELINE[:6], KEYS[:6], rule=Rule.named("sample"), gamma=4)
     assert few.alpha.ci[0] > 0
     assert few.certain == "none"
     assert few.tau.ci[0] > 0
@@ -113,21 +119,21 @@ def test_too_few_prompts_are_certain_of_nothing():
     assert words(few).endswith("; 3 prompts are too few to be certain; give at least 6")
     # A difference that would have been seen is not promised: none would be.
     assert few.minimal_detectable == Detectable(alpha=None, tau=None)
-    looks = paired_effects(BETTER[:16], BASELINE[:16], KEYS[:16], rule="sample", gamma=4, looks=20)
+    looks = paired_effects(BETTER[:16], BASELINE[:16], KEYS[:16], rule=Rule.named("sample"), gamma=4, looks=20)
     assert (looks.prompts, looks.fewest_prompts, looks.certain_tau) == (8, 10, "none")
     assert too_few(1) == "1 prompt is too few to be certain; give at least 6"
     assert (too_few(6), too_few(10, 0.9975)) == (None, None)
     assert [fewest_prompts(confidence) for confidence in (0.5, 0.95, 0.9975)] == [2, 6, 10]
-    one = paired_effects(BETTER[:2], BASELINE[:2], KEYS[:2], rule="sample", gamma=4)
+    one = paired_effects(BETTER[:2], BASELINE[:2], KEYS[:2], rule=Rule.named("sample"), gamma=4)
     assert one.alpha.ci == (one.alpha.gain,) * 2
     assert one.minimal_detectable == Detectable(alpha=None, tau=None)
     assert one.certain == "none"
     with pytest.raises(ValueError, match="same text"):
-        paired_effects(BETTER, BASELINE[1:], KEYS, rule="sample", gamma=4)
+        paired_effects(BETTER, BASELINE[1:], KEYS, rule=Rule.named("sample"), gamma=4)
     with pytest.raises(ValueError, match="looks"):
-        paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4, looks=0)
+        paired_effects(BETTER, BASELINE, KEYS, rule=Rule.named("sample"), gamma=4, looks=0)
     with pytest.raises(ValueError, match="no response has a token"):
-        paired_effects([], [], [], rule="sample", gamma=4)
+        paired_effects([], [], [], rule=Rule.named("sample"), gamma=4)
 
 
 def pool_of_pairs(prompts=5000, gain=0.02, seed=0):
@@ -177,9 +183,9 @@ def test_four_times_the_prompts_see_half():
 
 
 def test_a_single_draft_bounds_what_a_pair_will_see():
-    accept_probs = [text.accept_probs("sample") for text in BASELINE]
+    accept_probs = [text.accept_probs(Rule.named("sample")) for text in BASELINE]
     bound = rough_detectable(accept_probs, KEYS)
-    own = paired_effects(BETTER, BASELINE, KEYS, rule="sample", gamma=4).minimal_detectable.alpha
+    own = paired_effects(BETTER, BASELINE, KEYS, rule=Rule.named("sample"), gamma=4).minimal_detectable.alpha
     assert own < bound
     # sqrt(2) standard errors of alpha by brute force over resampled prompts, times z of both ends.
     sums = np.array(

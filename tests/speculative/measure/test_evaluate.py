@@ -17,11 +17,12 @@ from speculative.measure.effects import paired_effects
 from speculative.measure.replay import survival_of
 from speculative.measure.self_checks import SelfCheckError, self_checks
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.03)
-SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=20)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=20)
 
 
 def heldout_of(settings, count=12):
@@ -70,7 +71,7 @@ def test_a_better_draft_has_a_positive_paired_gain():
     drafts = [perturbed(TARGET, scale) for scale in (0.01, 0.1)]
     scores = [score_tokens(draft, HELDOUT, SETTINGS.sampling) for draft in drafts]
     better, worse = (judge_frozen(Draft(draft), HELDOUT, SETTINGS) for draft in drafts)
-    gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule="sample", gamma=3)
+    gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule=Rule.named("sample"), gamma=3)
     assert gain.alpha.gain == pytest.approx(better.alpha - worse.alpha)
     assert gain.alpha.ci[0] > 0
 
@@ -86,7 +87,7 @@ def test_replay_gives_survival_of_the_whole_text_and_of_every_domain():
     result = judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)
     parts = {name: [one for one in HELDOUT if one.domain == name] for name in result.domains}
     for judged, text in [(result, HELDOUT), *((result.domains[name], part) for name, part in parts.items())]:
-        expected = survival_of(score_tokens(DRAFT, text, SETTINGS.sampling), "sample", SETTINGS.gamma)
+        expected = survival_of(score_tokens(DRAFT, text, SETTINGS.sampling), Rule.named("sample"), SETTINGS.gamma)
         np.testing.assert_allclose(judged.survival, expected, rtol=1e-5)  # float32, batches of other shapes
         assert 1 > expected[0] > expected[1] > expected[2] > 0
 
@@ -94,7 +95,7 @@ def test_replay_gives_survival_of_the_whole_text_and_of_every_domain():
 @pytest.mark.parametrize("rule", ["sample", "greedy"])
 def test_the_target_as_its_own_draft_scores_one(rule):
     sampling = GREEDY if rule == "greedy" else SETTINGS.sampling
-    settings = DecodeSettings(sampling, 3, rule, max_tokens=20)
+    settings = DecodeSettings(sampling, 3, Rule.named(rule), max_tokens=20)
     result, _ = judge(TARGET, Draft(TARGET), heldout_of(settings), settings)
     assert result.alpha == pytest.approx(1.0, abs=1e-5)  # float32, calls of different shape
     assert result.tau == 4.0
@@ -113,7 +114,7 @@ def test_judge_refuses_nothing_to_judge():
 def test_self_checks_pass_on_a_sound_judge(dtype, sampling):
     target = tiny_model(dtype=dtype)
     rule = "greedy" if sampling.greedy else "greedy-draft"
-    found = self_checks(target, prompts_of([5, 9, 1, 30]), DecodeSettings(sampling, 4, rule, max_tokens=32))
+    found = self_checks(target, prompts_of([5, 9, 1, 30]), DecodeSettings(sampling, 4, Rule.named(rule), max_tokens=32))
     assert found["greedy_equal"] + len(found["near_ties"]) == found["prompts"] == 4
     if dtype == torch.float32:
         assert found["near_ties"] == []

@@ -40,6 +40,7 @@ from speculative.measure.load import (
     policy_seconds,
 )
 from speculative.measure.measured import DRAFT, TARGET, Measured, Way, largest_load
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
 # 10 ms fixed and 1 ms a token; the draft a tenth of both.
@@ -302,7 +303,7 @@ def test_waits_by_hand_on_a_recorded_clock(monkeypatch: pytest.MonkeyPatch) -> N
     Clock(monkeypatch)
     target = tiny_model()
     ways = [Way(TARGET), Way(DRAFT, lambda: ModelDrafter(target), gamma=2)]
-    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=3)
     monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
     found = clock(target, ways, [ids for _, ids in prompts_of([4, 5, 6])], settings, 2, 1e9)
     for way, pause, stages in (
@@ -317,7 +318,7 @@ def test_waits_by_hand_on_a_recorded_clock(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_clock_ends_in_time_but_not_before_a_response_does(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = Clock(monkeypatch)
     monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
-    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=3)
     found = clock(tiny_model(), [Way(TARGET)], [ids for _, ids in prompts_of([4, 5])], settings, 3, 2.0)
     assert found[TARGET]["first_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1750.0))
     assert found[TARGET]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 250.0))
@@ -330,7 +331,7 @@ def test_responses_that_begin_in_time_are_clocked_to_their_end(monkeypatch: pyte
     passed, clocked = Clock(monkeypatch), list[Response]()
     monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
     monkeypatch.setattr(load_module, "waits_of", lambda responses, timing: clocked.extend(responses))
-    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=3)
+    settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=3)
     clock(tiny_model(), [Way(TARGET)], [ids for _, ids in prompts_of([4, 5])], settings, 2, 6.2)
     assert [(len(one.response_ids), one.finish_reason) for one in clocked] == [(3, "length")] * 8
     assert passed.now == pytest.approx(1.25 + 2 * 3.5)
@@ -353,7 +354,7 @@ def policy_timed(monkeypatch: pytest.MonkeyPatch, seconds: float, prompts: int =
     passed, target, policy = Clock(monkeypatch), tiny_model(), Every(2)
     passed.charge(monkeypatch, block_loop.BlockLoop, "run_block", lambda loop, gamma, *_: 0.25 * gamma)
     monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
-    settings = DecodeSettings(GREEDY, rule="greedy", max_tokens=9)
+    settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=9)
     way = Way("policy", lambda: ModelDrafter(target), gamma=2, policy=policy)
     asked = prompts_of([4 + index % 3 for index in range(prompts)])
     return policy, [key for key, _ in asked], policy_seconds(target, way, asked, settings, 3, seconds)

@@ -28,8 +28,9 @@ from speculative.measure.metrics import (
     survival,
     waits_of,
 )
-from speculative.measure.replay import expected_blocks_of, law_of
+from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -125,7 +126,7 @@ def test_stages_and_the_host_make_the_whole():
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET, 0.05)
-STORED = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=24, seed=4)
+STORED = DecodeSettings(SamplingSettings(1.0), 0, Rule.named("sample"), max_tokens=24, seed=4)
 TEXTS, _ = decode(TARGET, None, prompts_of([5, 9, 3] * 10), STORED)
 SCORES = score_tokens(DRAFT, TEXTS, STORED.sampling)
 KEYS = [index // 2 for index in range(30)]  # two responses a prompt
@@ -232,35 +233,31 @@ def test_intervals_cover_the_truth_as_often_as_they_say(number):
 
 @pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
 def test_a_curve_is_its_parts(rule):
-    curve = rule_curve(SCORES, KEYS, rule, survival_gamma=4)
+    curve = rule_curve(SCORES, KEYS, Rule.named(rule), survival_gamma=4)
     assert (curve.rule, curve.tokens, curve.prompts) == (rule, 30 * 24, 15)
     assert curve.gammas == list(range(33))
-    np.testing.assert_allclose(curve.tau, 720 / expected_blocks_of(SCORES, rule, range(33)).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(
+        curve.tau, 720 / expected_blocks_of(SCORES, Rule.named(rule), range(33)).sum(0), rtol=1e-12
+    )
     assert curve.tau[0] == 1.0
     assert curve.tau_ci[0] == (1.0, 1.0)
-    assert curve.alpha == pytest.approx(np.concatenate([text.accept_probs(rule) for text in SCORES]).mean())
+    assert curve.alpha == pytest.approx(np.concatenate([text.accept_probs(Rule.named(rule)) for text in SCORES]).mean())
     for value, (low, high) in zip([curve.alpha, *curve.tau[1:]], [curve.alpha_ci, *curve.tau_ci[1:]], strict=True):
         assert low < value < high
     assert len(curve.survival) == 4
     assert curve.survival == sorted(curve.survival, reverse=True)
     json.dumps(vars(curve), allow_nan=False)
     # One gamma alone has the interval it has beside the others: one draw of prompts serves all.
-    alone = rule_curve(SCORES, KEYS, rule, (5,), survival_gamma=1)
+    alone = rule_curve(SCORES, KEYS, Rule.named(rule), (5,), survival_gamma=1)
     np.testing.assert_allclose(alone.tau_ci[0], curve.tau_ci[5], rtol=1e-12)
 
 
 def test_nothing_to_replay_is_said():
     with pytest.raises(UserError, match="no response token"):
-        rule_curve([], [], "sample", survival_gamma=3)
+        rule_curve([], [], Rule.named("sample"), survival_gamma=3)
     empty = TokenScores(*[np.zeros(0)] * 4)
     with pytest.raises(UserError, match="no response token"):
-        rule_curve([empty], ["a"], "sample", survival_gamma=3)
+        rule_curve([empty], ["a"], Rule.named("sample"), survival_gamma=3)
     # A prompt without a token changes nothing.
-    with_empty = rule_curve([*SCORES, empty], [*KEYS, "empty"], "sample", (3,), survival_gamma=3)
-    assert with_empty == rule_curve(SCORES, KEYS, "sample", (3,), survival_gamma=3)
-
-
-def test_greedy_text_has_one_law_whatever_the_rule_is_called():
-    for rule in ("greedy", "sample", "greedy-draft", "block"):
-        assert law_of(rule, SamplingSettings(0.0, top_k=4)) == "greedy"
-        assert law_of(rule, SamplingSettings(1.0)) == rule
+    with_empty = rule_curve([*SCORES, empty], [*KEYS, "empty"], Rule.named("sample"), (3,), survival_gamma=3)
+    assert with_empty == rule_curve(SCORES, KEYS, Rule.named("sample"), (3,), survival_gamma=3)

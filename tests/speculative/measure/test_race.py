@@ -14,9 +14,10 @@ from speculative.measure import race as race_module
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.measured import Way
 from speculative.measure.race import ROUND, Sample, SpeedEstimates, race, spread_order
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
-SETTINGS = DecodeSettings(SamplingSettings(1.0), 0, "sample", max_tokens=12)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 0, Rule.named("sample"), max_tokens=12)
 
 
 def sample(prefill, seconds, tokens, blocks):

@@ -33,6 +33,7 @@ from speculative.measure.replay import (
     texts_of,
 )
 from speculative.measure.token_scores import TokenScores, score_responses, score_tokens, scored_gammas
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs, one_hot
 from speculative.rules.verify import verify, verify_block
 
@@ -73,9 +74,9 @@ def test_expected_blocks_and_variance_equal_brute_force(gamma):
             mean[index] += weight * blocks
             square[index] += weight * blocks**2
     scores = scores_of_probs(responses)
-    np.testing.assert_allclose(expected_blocks_of(scores, "sample", (gamma,))[:, 0], mean, rtol=1e-12)
+    np.testing.assert_allclose(expected_blocks_of(scores, Rule.named("sample"), (gamma,))[:, 0], mean, rtol=1e-12)
     np.testing.assert_allclose(
-        block_variance(texts_of(scores, "sample"), gamma), square - mean**2, rtol=1e-9, atol=1e-12
+        block_variance(texts_of(scores, Rule.named("sample")), gamma), square - mean**2, rtol=1e-9, atol=1e-12
     )
     assert replay(responses, (gamma,)) == {gamma: pytest.approx(17 / mean.sum(), rel=1e-12)}
 
@@ -131,18 +132,18 @@ def test_expected_blocks_of_every_rule_equal_the_recursion(rule, parallel, monke
     scores, gammas = [random_scores(length, seed=length) for length in (12, 1, 40, 5)], (0, 1, 2, 5, 32)
     if parallel:
         scores, gammas = [random_blocks(length, 7, seed=length) for length in (12, 1, 40, 5)], (0, 1, 2, 5, 7)
-    blocks_NK = expected_blocks_of(scores, rule, gammas)
+    blocks_NK = expected_blocks_of(scores, Rule.named(rule), gammas)
     for row, text in enumerate(scores):
         for column, gamma in enumerate(gammas):
             mean, variance = blocks_by_recursion(text, rule, gamma)
             np.testing.assert_allclose(blocks_NK[row, column], mean, **TIGHT)
-            check = agreement_of([text], rule, [mean + 100], gamma)
+            check = agreement_of([text], Rule.named(rule), [mean + 100], gamma)
             if variance > 1e-9:
                 # The counted blocks become a whole number first.
                 np.testing.assert_allclose(check.z, (int(mean + 100) - mean) / math.sqrt(variance), rtol=1e-6)
     assert blocks_NK[:, 0].tolist() == [12, 1, 40, 5], "gamma 0 is a call per token"
     monkeypatch.setattr(replay_module, "ENTRIES_PER_GROUP", 1)
-    one_at_a_time = expected_blocks_of(scores, rule, gammas)
+    one_at_a_time = expected_blocks_of(scores, Rule.named(rule), gammas)
     np.testing.assert_allclose(one_at_a_time, blocks_NK, **TIGHT)
 
 
@@ -235,22 +236,22 @@ def test_the_laws_equal_an_enumeration_of_every_text(rule, gamma, parallel):
         by_start = TokenScores(tables[0], tables[1], tables[2] > 0, tables[2].astype(int))
         scores = TokenScores(*(part[:, 0] for part in (tables[0], tables[1], tables[2] > 0, tables[2])))
         scores = replace(scores, log_target_probs=log_target, by_start=by_start if parallel else None)
-        expected = expected_blocks_of([scores], rule, (gamma,))[0, 0]
+        expected = expected_blocks_of([scores], Rule.named(rule), (gamma,))[0, 0]
         assert expected == pytest.approx(blocks / written, rel=1e-12)
 
 
 def test_a_parallel_draft_is_not_asked_beyond_the_offsets_it_was_scored_at():
     scores = [random_blocks(9, 3)]
     with pytest.raises(ValueError, match="scored at 3 offsets"):
-        expected_blocks_of(scores, "sample", (1, 4))
+        expected_blocks_of(scores, Rule.named("sample"), (1, 4))
     assert scored_gammas(scores, range(33)) == [0, 1, 2, 3]
-    assert rule_curve(scores, ["one"], "sample", survival_gamma=3).gammas == [0, 1, 2, 3]
+    assert rule_curve(scores, ["one"], Rule.named("sample"), survival_gamma=3).gammas == [0, 1, 2, 3]
     # Somebody who needs no model may propose more.
     sure = [np.array([5, -1, -1, -1, -1, 2, -1, -1, -1])]
-    found, drafted = expected_blocks(texts_of(scores, "greedy-draft", sure=sure), (3,), (6,))
+    found, drafted = expected_blocks(texts_of(scores, Rule.named("greedy-draft"), sure=sure), (3,), (6,))
     kept = [kept_at_least(scores[0], "greedy-draft", 6, count) for count in (1, 2, 3)]
     assert found[0, 0] == 1.0
-    assert drafted[0, 0] == expected_blocks_of([rest_of(scores[0], 6)], "greedy-draft", (3,))[0, 0], kept
+    assert drafted[0, 0] == expected_blocks_of([rest_of(scores[0], 6)], Rule.named("greedy-draft"), (3,))[0, 0], kept
 
 
 def rest_of(scores, start):
@@ -289,12 +290,16 @@ def test_scores_by_start_equal_one_block_at_a_time(kind, monkeypatch):
 @given(seed=st.integers(0, 10_000), length=st.integers(1, 30), gamma=st.integers(1, 12))
 def test_no_rule_keeps_more_than_block_verification_and_longer_blocks_never_cost_calls(seed, length, gamma):
     text = [random_scores(length, seed)]
-    token_wise, block = (expected_blocks_of(text, rule, (gamma - 1, gamma))[0] for rule in ("sample", "block"))
+    token_wise, block = (
+        expected_blocks_of(text, Rule.named(rule), (gamma - 1, gamma))[0] for rule in ("sample", "block")
+    )
     assert block[1] <= token_wise[1] + 1e-9
     assert math.ceil(length / (gamma + 1)) - 1e-9 <= block[1] <= length + 1e-9
-    one_token = expected_blocks_of([random_scores(1, seed)], "block", (gamma,))
+    one_token = expected_blocks_of([random_scores(1, seed)], Rule.named("block"), (gamma,))
     assert one_token[0, 0] == 1.0
-    np.testing.assert_allclose(*(expected_blocks_of(text, rule, (1,)) for rule in ("sample", "block")), rtol=1e-12)
+    np.testing.assert_allclose(
+        *(expected_blocks_of(text, Rule.named(rule), (1,)) for rule in ("sample", "block")), rtol=1e-12
+    )
 
 
 def test_survival_counts_blocks_that_fit_into_the_text():
@@ -307,12 +312,12 @@ def test_survival_counts_blocks_that_fit_into_the_text():
             kept = [kept_at_least(text, rule, place, min(j, 25 - place)) for j in range(5)] + [0.0]
             for count in range(5):
                 starts[place + count + 1] += starts[place] * (kept[count] - kept[count + 1])
-        for j, found in enumerate(survival_of([text], rule, 4), start=1):
+        for j, found in enumerate(survival_of([text], Rule.named(rule), 4), start=1):
             whole = [place for place in range(25) if place + j <= 25]
             expected = sum(starts[place] * kept_at_least(text, rule, place, j) for place in whole)
             assert found == pytest.approx(expected / sum(starts[place] for place in whole))
     short = random_scores(2, 1)
-    assert survival_of([short], "sample", 4)[2:] == [0.0, 0.0], "no block of three tokens fits"
+    assert survival_of([short], Rule.named("sample"), 4)[2:] == [0.0, 0.0], "no block of three tokens fits"
 
 
 def test_the_ends_of_the_scale():
@@ -323,22 +328,22 @@ def test_the_ends_of_the_scale():
 
 @pytest.mark.parametrize("gamma", [1, 3, 6])
 def test_greedy_replay_equals_live_block_counts_exactly(gamma):
-    settings = DecodeSettings(GREEDY, gamma, "greedy", max_tokens=40, eos_ids=(3, 8))
+    settings = DecodeSettings(GREEDY, gamma, Rule.named("greedy"), max_tokens=40, eos_ids=(3, 8))
     responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of([9, 1, 23, 4, 15]), settings, batch_size=2)
     scores, counted = score_tokens(DRAFT, responses, GREEDY), [response.blocks for response in responses]
-    assert expected_blocks_of(scores, "greedy", (gamma,))[:, 0].tolist() == counted
-    assert agreement_of(scores, "greedy", counted, gamma).z == 0.0
+    assert expected_blocks_of(scores, Rule.named("greedy"), (gamma,))[:, 0].tolist() == counted
+    assert agreement_of(scores, Rule.named("greedy"), counted, gamma).z == 0.0
     # From plain text as well: speculation did not change it.
     plain, _ = decode(
         TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(GREEDY, max_tokens=40, eos_ids=(3, 8))
     )
-    assert expected_blocks_of(score_tokens(DRAFT, plain, GREEDY), "greedy", (gamma,)).sum() == sum(counted)
+    assert expected_blocks_of(score_tokens(DRAFT, plain, GREEDY), Rule.named("greedy"), (gamma,)).sum() == sum(counted)
 
 
 @pytest.fixture(scope="module")
 def frozen():
     """The target's own text, which no rule and no gamma changes, and what the draft says of it."""
-    settings = DecodeSettings(SamplingSettings(0.8, top_p=0.95), 0, "sample", 40, (3,), seed=9)
+    settings = DecodeSettings(SamplingSettings(0.8, top_p=0.95), 0, Rule.named("sample"), 40, (3,), seed=9)
     texts, _ = decode(TARGET, None, prompts_of([5] * 60), settings, batch_size=60)
     return texts, score_tokens(DRAFT, texts, settings.sampling)
 
@@ -349,13 +354,13 @@ def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
     sampling = SamplingSettings(0.8, top_p=0.95)
     prompts = prompts_of([5] * 60)
     live, _ = decode(
-        TARGET, ModelDrafter(DRAFT), prompts, DecodeSettings(sampling, gamma, rule, 40, (3,)), batch_size=60
+        TARGET, ModelDrafter(DRAFT), prompts, DecodeSettings(sampling, gamma, Rule.named(rule), 40, (3,)), batch_size=60
     )
     counted = [response.blocks for response in live]
-    assert abs(agreement_of(score_tokens(DRAFT, live, sampling), rule, counted, gamma).z) < 3.5
+    assert abs(agreement_of(score_tokens(DRAFT, live, sampling), Rule.named(rule), counted, gamma).z) < 3.5
     # On other text of the same target, with another seed, the two taus agree within both standard errors.
     plain, scores = frozen
-    blocks = expected_blocks_of(scores, rule, (gamma,))[:, 0]
+    blocks = expected_blocks_of(scores, Rule.named(rule), (gamma,))[:, 0]
     taus, errors = [], []
     for counts, texts in ((blocks, plain), (np.array(counted), live)):
         tokens = np.array([len(response.response_ids) for response in texts])
@@ -367,27 +372,27 @@ def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
 def test_a_draft_that_truncates_nothing_is_told_from_one_that_samples_like_the_target():
     worse, settings = (
         perturbed(TARGET, 0.05),
-        DecodeSettings(SamplingSettings(1.0, top_k=4), 4, "sample-untruncated", 60),
+        DecodeSettings(SamplingSettings(1.0, top_k=4), 4, Rule.named("sample-untruncated"), 60),
     )
     live, _ = decode(TARGET, ModelDrafter(worse), prompts_of([5] * 80), settings, batch_size=80)
     scores, counted = score_tokens(worse, live, settings.sampling), [response.blocks for response in live]
-    assert abs(agreement_of(scores, "sample-untruncated", counted, 4).z) < 3.5
-    assert agreement_of(scores, "sample", counted, 4).z > 5
-    assert scores[0].log_drafted("sample-untruncated") is not scores[0].log_draft_probs
+    assert abs(agreement_of(scores, Rule.named("sample-untruncated"), counted, 4).z) < 3.5
+    assert agreement_of(scores, Rule.named("sample"), counted, 4).z > 5
+    assert scores[0].log_drafted(Rule.named("sample-untruncated")) is not scores[0].log_draft_probs
     plain = score_tokens(worse, live, SamplingSettings(1.0))[0]
-    assert plain.log_drafted("sample-untruncated") is plain.log_draft_probs
+    assert plain.log_drafted(Rule.named("sample-untruncated")) is plain.log_draft_probs
 
 
 def test_block_verification_is_told_from_token_verification():
     """The two laws differ by a few percent of the blocks: the check is sharp enough to see it."""
-    worse, settings = perturbed(TARGET, 0.08), DecodeSettings(SamplingSettings(1.0), 5, "block", 60)
+    worse, settings = perturbed(TARGET, 0.08), DecodeSettings(SamplingSettings(1.0), 5, Rule.named("block"), 60)
     live, _ = decode(TARGET, ModelDrafter(worse), prompts_of([5] * 120), settings, batch_size=120)
     scores, counted = score_tokens(worse, live, settings.sampling), [response.blocks for response in live]
-    assert abs(agreement_of(scores, "block", counted, 5).z) < 3.5
-    assert agreement_of(scores, "sample", counted, 5).z < -5
+    assert abs(agreement_of(scores, Rule.named("block"), counted, 5).z) < 3.5
+    assert agreement_of(scores, Rule.named("sample"), counted, 5).z < -5
     # Survival, too: live counts against replay, each block's share with a standard error below 0.006.
     kept = [count for response in live for count in response.accepted_counts]
-    np.testing.assert_allclose(survival_of(scores, "block", 5), survival(kept, 5), atol=0.03)
+    np.testing.assert_allclose(survival_of(scores, Rule.named("block"), 5), survival(kept, 5), atol=0.03)
 
 
 def test_positions_that_drift_later_are_seen_by_replay_and_by_nothing_else():
@@ -396,7 +401,7 @@ def test_positions_that_drift_later_are_seen_by_replay_and_by_nothing_else():
     """
     target = tiny_model("gpt2")
     draft = perturbed(target, 0.01)
-    settings = DecodeSettings(SamplingSettings(1.0), 4, "sample", max_tokens=40)
+    settings = DecodeSettings(SamplingSettings(1.0), 4, Rule.named("sample"), max_tokens=40)
     prompts = prompts_of([5] * 40)
 
     calls = itertools.count()
@@ -413,7 +418,7 @@ def test_positions_that_drift_later_are_seen_by_replay_and_by_nothing_else():
         if hook is not None:
             hook.remove()
         scores = score_tokens(draft, responses, settings.sampling)
-        z_scores[name] = agreement_of(scores, "sample", [response.blocks for response in responses], 4).z
+        z_scores[name] = agreement_of(scores, Rule.named("sample"), [response.blocks for response in responses], 4).z
     assert abs(z_scores["right"]) < 3.5
     assert z_scores["shifted"] > 6
 
@@ -424,7 +429,7 @@ def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, m
     texts, _ = decode(
         TARGET, None, prompts_of([9, 1, 23, 4, 15]), DecodeSettings(sampling, max_tokens=20, eos_ids=(3,))
     )
-    whole = score_responses(DRAFT, texts, sampling, rule)
+    whole = score_responses(DRAFT, texts, sampling, Rule.named(rule))
     for text, scores in zip(texts, whole, strict=True):
         with torch.no_grad():
             logits = DRAFT(torch.tensor([text.prompt_ids + text.response_ids])).logits
@@ -440,34 +445,34 @@ def test_scores_equal_one_text_at_a_time_and_do_not_depend_on_the_chunks(rule, m
         torch.testing.assert_close(torch.from_numpy(scores), expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(scores_module, "LOGITS_PER_FORWARD", 1)
     monkeypatch.setattr(scores_module, "PROBS_PER_CHUNK", 150)
-    for chunked, scores in zip(score_responses(DRAFT, texts, sampling, rule), whole, strict=True):
+    for chunked, scores in zip(score_responses(DRAFT, texts, sampling, Rule.named(rule)), whole, strict=True):
         np.testing.assert_allclose(chunked, scores, rtol=1e-4, atol=1e-5)  # float32, other shapes
 
 
 def test_an_empty_response_scores_nothing_and_a_broken_draft_is_named():
     texts, _ = decode(TARGET, None, prompts_of([4]), DecodeSettings(GREEDY, max_tokens=4))
     empty = type(texts[0])(key="empty", prompt_ids=[1, 2])
-    assert [len(scores) for scores in score_responses(DRAFT, [empty, *texts], GREEDY, "greedy")] == [0, 4]
+    assert [len(scores) for scores in score_responses(DRAFT, [empty, *texts], GREEDY, Rule.named("greedy"))] == [0, 4]
     broken = tiny_model()
     with torch.no_grad():
         broken.lm_head.weight[7] = float("nan")
     with pytest.raises(UserError, match="draft returned NaN"):
-        score_responses(broken, texts, GREEDY, "greedy")
+        score_responses(broken, texts, GREEDY, Rule.named("greedy"))
 
 
 def test_a_draft_that_saw_something_else_is_warned_about_and_an_honest_one_is_not():
     sure, coins = scores_of_probs([np.ones(40)] * 5), scores_of_probs([np.full(40, 0.5)] * 50)
-    exact = int(expected_blocks_of(sure, "greedy", (3,)).sum())
-    honest = agreement_of(sure, "greedy", [exact // 5] * 5, 3)
+    exact = int(expected_blocks_of(sure, Rule.named("greedy"), (3,)).sum())
+    honest = agreement_of(sure, Rule.named("greedy"), [exact // 5] * 5, 3)
     assert agreement_warning(honest) is None
     assert agreement_words(honest, 200) == "replay 4.00, exact"
-    worse = agreement_of(sure, "greedy", [exact // 5 + 1] * 5, 3)
+    worse = agreement_of(sure, Rule.named("greedy"), [exact // 5 + 1] * 5, 3)
     assert "no randomness involved" in str(agreement_warning(worse))
     assert agreement_words(worse, 200) == "replay 4.00, not exact"
-    predicted = expected_blocks_of(coins, "sample", (3,)).sum()
-    spread = np.sqrt(block_variance(texts_of(coins, "sample"), 3).sum())
+    predicted = expected_blocks_of(coins, Rule.named("sample"), (3,)).sum()
+    spread = np.sqrt(block_variance(texts_of(coins, Rule.named("sample")), 3).sum())
     for deviations, warns in ((3.5, False), (-3.5, False), (4.5, True), (-4.5, True)):
-        check = agreement_of(coins, "sample", [predicted + deviations * spread], 3)
+        check = agreement_of(coins, Rule.named("sample"), [predicted + deviations * spread], 3)
         text = agreement_warning(check)
         assert (text is not None) == warns
         assert not warns or (f"z = {check.z:+.1f}" in str(text) and "draft positions, masks" in str(text))

@@ -14,11 +14,12 @@ from speculative.engine import memory
 from speculative.errors import TooLittleMemory
 from speculative.measure import self_checks as module
 from speculative.measure.self_checks import LEAST_NOISE, Noise, SelfCheckError, measure_noise, near_tie, self_checks
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 TARGET = tiny_model(num_hidden_layers=1)
 PROMPTS = prompts_of([5, 9, 4, 7])
-SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=8)
+SETTINGS = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=8)
 
 
 def test_where_all_rows_do_not_fit_half_as_many_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def test_a_near_tie_makes_one_rows_logits(monkeypatch: pytest.MonkeyPatch) -> No
 def test_noise_is_what_the_shape_of_a_call_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that adds 0.5 to one logit in calls of 8 rows: the overlap it lacks is that of two softmaxes, by hand."""
     target = tiny_model(num_hidden_layers=1)
-    plain, _ = decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, "greedy", max_tokens=5))
+    plain, _ = decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=5))
     quiet = measure_noise(target, plain, SETTINGS.sampling)
     assert quiet == LEAST_NOISE[torch.float32]
 
@@ -89,7 +90,7 @@ def test_beyond_the_noise_is_a_warning_and_beyond_three_times_a_stop(
     verify = decision.verify
     monkeypatch.setattr(decision, "verify", lambda target, *others, **lossy: verify(0.9 * target, *others, **lossy))
     monkeypatch.setattr(module, "measure_noise", lambda *_: Noise(overlap, 1e-4))
-    settings = DecodeSettings(SamplingSettings(1.0), 3, "sample", max_tokens=32)
+    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=32)
     if said is None:
         with pytest.raises(
             SelfCheckError, match=rf"by live decoding; it must be within .* of 1.000, 3 times the noise of {dtype}"
