@@ -7,8 +7,10 @@ from typing import Any
 
 import jinja2
 
+from distill.run.readback_record import SERVED_TEXT
+from distill.run.verdict_record import WAYS
 from speculative.measure.effects import words
-from speculative.measure.replay import agreement_words
+from speculative.measure.replay import WORRYING_Z, agreement_words
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -35,5 +37,6 @@ def _macros() -> Any:
         autoescape=False,
     )
     environment.filters["f"] = format
-    environment.globals |= {"words": words, "agreement_words": agreement_words}
+    environment.globals |= {"words": words, "agreement_words": agreement_words, "WAYS": WAYS}
+    environment.globals |= {"WORRYING_Z": WORRYING_Z, "SERVED_TEXT": SERVED_TEXT}
     return environment.get_template("sentences.j2").module

@@ -4,11 +4,10 @@ import itertools
 
 from distill.report.measured import waits_table
 from distill.report.section import Content, section
+from distill.report.sentences import say
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-from distill.run.readback_record import SERVED_TEXT, ReadbackRecord
-from distill.run.verdict_record import WAYS
-from speculative.measure.replay import WORRYING_Z
+from distill.run.readback_record import ReadbackRecord
 
 
 @section("readback", "Measured in an engine", order=45)
@@ -75,21 +74,4 @@ def speed_table(record: ReadbackRecord) -> Table:
 
 def readback_lines(record: ReadbackRecord) -> list[str]:
     """Whether the engine's counts agree with replay, and its texts."""
-    replay, lines = record.replay, list[str]()
-    if replay is not None and record.drafting is not None and record.z is not None:
-        text = "served text" if replay.text == SERVED_TEXT else "run's text"
-        counts = "agree" if abs(record.z) <= WORRYING_Z else "DISAGREE"
-        lines.append(
-            f"The counts of {record.where} {counts} with replay of the {text} "
-            f"({WAYS[record.drafting]}, rule {replay.rule}, gamma {replay.gamma}): z {record.z:+.1f}."
-        )
-    if record.greedy is not None:
-        ties = f", {record.greedy.near_ties} more differ after a near-tie" if record.greedy.near_ties else ""
-        lines.append(f"{record.greedy.equal} of {record.greedy.prompts} greedy texts are equal token for token{ties}.")
-    law = record.text_law
-    if law is not None:
-        said = "does not differ detectably from the target's own" if law.same else "is NOT the target's own"
-        lines.append(
-            f"Its sampled text {said} (p {law.p:.2g}; {law.log_prob:.2f} nats per token, {law.expected:.2f} expected)."
-        )
-    return lines
+    return say("readback", record)
