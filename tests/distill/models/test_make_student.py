@@ -142,11 +142,3 @@ def test_adapters_by_default_are_on_every_linear_layer_but_the_head(tmp_path: Pa
     trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-
-
-def test_adapters_on_a_trimmed_student(tmp_path: Path) -> None:
-    options = {"layers": [0, -1], "intermediate_size": 16, "lora": {"rank": 4}, "gradient_checkpointing": True}
-    adapted = student_of(tmp_path, options, calibration=TEXTS)
-    merged = adapted.merge_and_unload()
-    assert merged.config.intermediate_size == 16
-    assert logits(merged).isfinite().all()

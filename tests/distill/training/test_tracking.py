@@ -47,15 +47,6 @@ def test_a_torn_last_line_does_not_survive_a_resume(tmp_path: Path, torn: str) -
     assert lines_of(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.3}]
 
 
-def test_lines_past_the_resumed_step_are_cut(tmp_path: Path) -> None:
-    metrics = metrics_in(tmp_path)
-    metrics.cut_after(0)  # no file yet
-    for step in range(1, 6):
-        metrics.write(step, {"loss": 1.0})
-    metrics.cut_after(3)
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
-
-
 def test_a_judgement_is_logged_with_its_intervals() -> None:
     record = {
         "alpha": 0.6,
