@@ -309,7 +309,7 @@ class JudgeConfig(Section):
     `load` at which the p90 of both waits is within them, with and without the draft"""
     ways: tuple[Annotated[str, AfterValidator(_way_to_time)], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt-lookup, past-responses and lookup+draft:
-    token-tree, early-exit, lookahead, adaptive-draft, ...; their tau is counted live"""
+    token-tree, early-exit, lookahead; their tau is counted live"""
     lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
 

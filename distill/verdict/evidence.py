@@ -151,7 +151,7 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
         ways = [
             draft_way(setup, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
             *free_ways(setup, target, own[behind.name], behind, at_load, gammas),
-            *(one for one in first.ways if one.blocks_N is None),  # a policy goes on with what it has learned
+            *(one for one in first.ways if one.blocks_N is None),
         ]
         held, left_out = time_at_load(setup, target, ways, at_load.batch_size, first)
         warnings += left_out

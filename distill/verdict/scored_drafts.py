@@ -55,8 +55,6 @@ MOST_PAST = 10_000
 TUNED_ON = 256
 # Gamma of ways that replay cannot predict, and so cannot choose a gamma for.
 FEW = 4
-# Largest gamma that a policy may choose.
-MOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +302,8 @@ def live_ways(names: Sequence[str], target: PreTrainedModel, draft: Draft) -> li
     """The ways listed in judge.ways. Replay cannot predict them, so they are counted live at one setting."""
     ways = []
     for recipe in (recipes()[name] for name in dict.fromkeys(names)):
-        gamma = recipe.tree.depth if recipe.tree else MOST if recipe.policy else FEW
-        policy, drafter = recipe.policy(gamma) if recipe.policy else None, _maker(recipe.name, Parts(target, draft))
-        ways.append(Way(recipe.name, drafter, gamma, tree=recipe.tree, policy=policy, tuned_on="nothing"))
+        gamma, drafter = recipe.tree.depth if recipe.tree else FEW, _maker(recipe.name, Parts(target, draft))
+        ways.append(Way(recipe.name, drafter, gamma, tree=recipe.tree, tuned_on="nothing"))
     return ways
 
 

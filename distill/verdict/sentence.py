@@ -63,7 +63,7 @@ def conclude(evidence: Evidence, gain: Effects | None, against_served: Effects |
         *learned,
         *(_beside(timing, name, draft) for name in others),
         *served,
-        *(told for one in evidence.timings[1:] for told in _at_load(one, draft)),
+        *map(_at_load, evidence.timings[1:]),
     ]
     hopeless = advice(evidence.best_costs) if evidence.best_costs and not pays else None
     facts += [f"{capitalised(hopeless[1])}."] if hopeless else []
@@ -107,11 +107,6 @@ def _fast(timing: Timing, draft: str) -> str:
 def _beside(timing: Timing, name: str, draft: str) -> str:
     speed, subject = timing.speed(name), capitalised(shown(name))
     gives = f"gives {speed.speed_up:.2f}x{_ends(speed.interval)}."
-    if timing[name].policy is not None:
-        best = timing.best_fixed()
-        ratio, ends = timing.against(name, best)
-        end = "." if timing.beats(name, best) else ": not certainly faster, so not advised."
-        return f"{subject} {gives} {ratio:.2f}x{_ends(ends)} as fast as {shown(best)}, the best fixed way{end}"
     if timing[name].price:
         return f"{subject} {gives} Its text is not the target's."
     if name not in FREE:
@@ -121,12 +116,11 @@ def _beside(timing: Timing, name: str, draft: str) -> str:
     return told if apart else f"{told} It is not certainly different from the draft."
 
 
-def _at_load(timing: Timing, draft: str) -> list[str]:
+def _at_load(timing: Timing) -> str:
     run, at = timing.to_run(), f"At {timing.concurrency} requests"
     speed = timing.speed(run)
     fast = "" if run == TARGET else f": {speed.speed_up:.2f}x{_ends(speed.interval)}"
-    policies = [_beside(timing, one.name, draft) for one in timing.ways if one.policy is not None]
-    return [f"{at}, {order(run)}{fast}.", *(f"{at}: {told}" for told in policies)]
+    return f"{at}, {order(run)}{fast}."
 
 
 def _learned(gain: Effects) -> str:

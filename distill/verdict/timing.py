@@ -17,7 +17,7 @@ from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, lower_share, ratio_interval, sum_by_prompt
-from speculative.measure.load import DRAFTED, LoadEstimates, clock, full_batch_seconds, kind_shares, policy_seconds
+from speculative.measure.load import DRAFTED, LoadEstimates, clock, full_batch_seconds, kind_shares
 from speculative.measure.measured import LOOKUP_DRAFT, TARGET, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
 from speculative.measure.race import FEWEST_ROUNDS, ROUND, Samples, Speed, SpeedEstimates, race, spread_order
@@ -28,7 +28,6 @@ PRECISION = 0.05
 # A way that is slower than another at this confidence cannot be the fastest, so it does not widen the other's interval.
 CERTAINLY_SLOWER = 0.997
 CLOCK_SHARE = 1 / 4  # of judge.speed_seconds, for the waits at each load
-POLICY_SHARE = 1 / 2  # the same, for a policy at each load
 # Lookup before the draft must be at least this much faster than everything else, or a second proposer is not worth having.
 TOGETHER_WORTHWHILE = 1.03
 
@@ -110,17 +109,13 @@ class Timing:
     def to_run(self) -> str:
         """The way to run: the fastest of those certainly faster than the target alone, or the target alone if there is none.
 
-        Lookup before the draft is chosen only if it is certainly faster than every other fixed way by TOGETHER_WORTHWHILE, or if no other
-        way is certainly faster than the target alone. A policy is chosen only if it is certainly faster than every fixed way.
+        Lookup before the draft is chosen only if it is certainly faster than every other way by TOGETHER_WORTHWHILE, or if no other
+        way is certainly faster than the target alone.
         """
-        fixed = [one.name for one in self.eligible if one.policy is None]
-        certain = [
-            one.name
-            for one in self.eligible
-            if self.beats(one.name) and (one.policy is None or all(self.beats(one.name, name) for name in fixed))
-        ]
+        ways = [one.name for one in self.eligible]
+        certain = [name for name in ways if self.beats(name)]
         alone = [name for name in certain if name != LOOKUP_DRAFT]
-        if LOOKUP_DRAFT in certain and (not alone or self._worthwhile({*fixed, *alone})):
+        if LOOKUP_DRAFT in certain and (not alone or self._worthwhile(set(ways))):
             return LOOKUP_DRAFT
         return max(alone, key=lambda name: self.speed(name).speed_up, default=TARGET)
 
@@ -129,11 +124,6 @@ class Timing:
             self.beats(LOOKUP_DRAFT, other) and self.against(LOOKUP_DRAFT, other)[0] >= TOGETHER_WORTHWHILE
             for other in others - {LOOKUP_DRAFT}
         )
-
-    def best_fixed(self) -> str:
-        """The fastest way without a policy, the target alone among them."""
-        fixed = [one.name for one in self.eligible if one.policy is None]
-        return max((TARGET, *fixed), key=lambda name: self.speed(name).speed_up)
 
     def rows(self, scores: Mapping[str, Sequence[TokenScores]]) -> list[Measured]:
         """Rows of the target alone and of every way. scores: of the drafts, by way."""
@@ -258,26 +248,22 @@ def time_at_load(
     texts = [(text.prompt_ids, text.response_ids) for text in setup.frozen]
     tokens_P = sum_by_prompt(setup.keys, setup.tokens_N)
     times: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    calls, left_out, counted = {}, [], dict(first.counted)
+    calls, left_out = {}, []
     for way in ways:
         assert way.drafter is not None
         drafts = way.then_gamma is not None
         shares = {DRAFTED: 1.0} if way.found is None else kind_shares(way.found, load, drafts=drafts)
         try:
-            if way.policy is None:
-                timed = full_batch_seconds(target, way.drafter, texts, way.settings(setup.settings), load)
-                times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
-            else:
-                asked, seconds = _prompts_to_time(setup), POLICY_SHARE * setup.judge.speed_seconds
-                times[way.name], counted[way.name] = policy_seconds(target, way, asked, setup.settings, load, seconds)
+            timed = full_batch_seconds(target, way.drafter, texts, way.settings(setup.settings), load)
+            times[way.name] = (np.median(timed.plain_TB, axis=1), timed.ratios(shares))
         except UserError as error:
             left_out.append(f"{way.name} at judge.load {load} was not measured: {error}")
             continue
-        calls[way.name] = _calls_P(setup, way, tokens_P, counted)
+        calls[way.name] = _calls_P(setup, way, tokens_P, first.counted)
     if not times:
         return None, left_out
     held = tuple(way for way in ways if way.name in times)
-    return Timing(setup, load, held, LoadEstimates(load, tokens_P, calls, times), first.picked, counted), left_out
+    return Timing(setup, load, held, LoadEstimates(load, tokens_P, calls, times), first.picked, first.counted), left_out
 
 
 def _calls_P(

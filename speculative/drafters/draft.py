@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Ask, DeviceText, Drafter, ModelDrafter, Proposal, Seats
-from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.registry import Parts, way
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.models import check_parallel, mask_token_of
@@ -120,7 +119,6 @@ def drafts_of(model: PreTrainedModel) -> tuple[Draft, ...]:
 
 
 @way("draft", needs=("draft",))
-@way("adaptive-draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False)
 @way("token-tree", needs=("draft",), tree=TokenTree.from_branching((3, 2, 1)), served=False, replayed=False)
 def _draft(parts: Parts) -> Drafter:
     return parts.drafter()

@@ -10,7 +10,6 @@ import torch
 
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Plan, Proposal, Seats
-from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.registry import Parts, way
 from speculative.errors import UserError
@@ -135,7 +134,6 @@ def _mixed(early: Proposal, late: Proposal, taken_K: torch.Tensor) -> tuple[torc
 
 
 @way("lookup+draft", needs=("draft",), looks_up=True)
-@way("adaptive-lookup+draft", needs=("draft",), policy=AdaptiveGamma, served=False, replayed=False, looks_up=True)
 def _lookup_draft(parts: Parts) -> Drafter:
     return LookupDraft(PromptLookup(*(parts.ngrams or (3, 2))), parts.drafter(), then_gamma=parts.then_gamma)
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.gamma import GammaPolicy
 from speculative.errors import UserError
 from speculative.rules.tree import TokenTree
 
@@ -48,8 +47,8 @@ class Parts:
 @dataclass(frozen=True)
 class Recipe:
     """How a way to decode is built. needs: "draft" (a draft model), "past" (past responses). served: whether an engine can run it.
-    replayed: whether replay predicts it. looks_up: prompt lookup comes first. parallel: the draft proposes a block in one call. tree: what it drafts, if not chains. policy: makes its policy for a largest gamma, if not every
-    block has the same.
+    replayed: whether replay predicts it. looks_up: prompt lookup comes first. parallel: the draft proposes a block in one call.
+    tree: what it drafts, if not chains.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Recipe:
     looks_up: bool = False
     parallel: bool = False
     tree: TokenTree | None = None
-    policy: Callable[[int], GammaPolicy] | None = None
 
     def drafter(self, parts: Parts) -> Drafter:
         """A new drafter. Raises UserError for a part that is missing."""

@@ -327,70 +327,6 @@ def _kind(responses: Sequence[Response], models: int) -> int:
     return kind
 
 
-# Untimed blocks in which a policy gets to know a load; fewest timed ones after them, and fewest prompts.
-LEARNING, LEAST_BLOCKS, LEAST_PROMPTS = 32, 96, 12
-
-
-def policy_seconds(
-    target: PreTrainedModel, way: Way, prompts: Sequence[Prompt], settings: DecodeSettings, load: int, seconds: float
-) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, tuple[int, int]]]:
-    """((seconds of a plain step, rho), each (T,); (tokens, blocks) by key) of a way whose policy chooses gamma, with `load` rows active.
-
-    Other gammas are chosen at other loads, so tau is counted here too: in whole responses to these prompts, each row taken again when
-    its response ends. Blocks and plain steps alternate. Their means count, because widths differ; prefill does not. Responses that have
-    not begun after `seconds` are left out, but not the first LEAST_PROMPTS.
-
-    Raises UserError: too little memory, or fewer blocks than turns.
-    """
-    ids = itertools.cycle([own for _, own in prompts])
-    others = [(f"other {number}", next(ids)) for number in range(3 * load + LEARNING + LEAST_BLOCKS)]
-    requests, counted = [*others[:load], *prompts, *others[load:]], dict[str, tuple[int, int]]()
-    left, began, full, stop = {key for key, _ in prompts}, set[str](), True, time.perf_counter() + seconds
-    spent_B: tuple[list[float], list[float]] = ([], [])
-    with contextlib.ExitStack() as ending:
-        streams = []
-        for own in (Way(TARGET), way):
-            how = Options(batch_size=load, timing=Timing(), in_order=True, policy=own.policy)
-            stream = generate(target, own.drafter and own.drafter(), requests, own.settings(settings), **how)
-            streams.append((ending.enter_context(contextlib.closing(stream)), how["timing"] or Timing()))
-        for burst in itertools.count():
-            for who in (0, 1) if burst % 2 == 0 else (1, 0):
-                for _ in range(BURST):
-                    events, spent = _timed_block(*streams[who], load)
-                    full = full and len({event.index for event in events}) == load  # no row is free
-                    if full:
-                        spent_B[who].append(spent)
-                    for event in events if who == 1 else ():
-                        began.add(key := event.response.key)
-                        if event.finish_reason is not None and key in left:
-                            left.remove(key)
-                            counted[key] = len(event.response.response_ids), event.response.blocks
-            if time.perf_counter() > stop and len(left & began) + len(counted) >= min(
-                len(prompts), max(LEAST_PROMPTS, load)
-            ):
-                left, stop = left & began, math.inf
-            if not left and (not full or len(spent_B[1]) >= LEARNING + LEAST_BLOCKS):
-                break
-    blocks = min(map(len, spent_B)) - LEARNING
-    if blocks < TURNS:
-        raise UserError(
-            f"{max(0, blocks)} blocks are too few to time: raise judge.speed_prompts or judge.speed_seconds"
-        )
-    plain_T, block_T = (
-        np.array([np.nanmean(part) for part in np.array_split(own_B[LEARNING : LEARNING + blocks], TURNS)])
-        for own_B in spent_B
-    )
-    return (plain_T, block_T / plain_T), counted
-
-
-def _timed_block(stream: Stream, timing: Timing, load: int) -> tuple[list[Event], float]:
-    """The events of a block of all rows, and its seconds without prefill; NaN if a model call was recorded in it."""
-    prefill, recorded, began = timing.prefill_seconds, timing.recording_calls, time.perf_counter()
-    events = list(itertools.islice(stream, load))
-    seconds = time.perf_counter() - began - (timing.prefill_seconds - prefill)
-    return events, seconds if timing.recording_calls == recorded else math.nan
-
-
 CLOCKED, CLOCK_TURNS = 32, 2  # fewest requests of a way; its turns
 
 
@@ -416,7 +352,7 @@ def clock(
         most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0
         for way in ways[:: 1 if turn % 2 else -1]:
             responses, timing = found[way.name] if turn >= 0 else ([], Timing())
-            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True, policy=way.policy)
+            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True)
             stop, seen, ended = time.perf_counter() + most, dict[int, Response](), 0
             stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
             with contextlib.closing(stream):

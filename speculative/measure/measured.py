@@ -12,7 +12,7 @@ from pydantic import PlainSerializer
 
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Drafter
-from speculative.drafters.gamma import GammaPolicy
+from speculative.drafters.registry import recipes
 from speculative.measure.intervals import Interval, interval
 from speculative.rules.tree import TokenTree
 
@@ -37,8 +37,7 @@ class Way:
     same, cross-fitted where gamma and sizes were chosen on few of the same prompts: at the setting that is best on the other half; speeds
     use it. ngrams: (longest, shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing.
     found: share of the blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were
-    chosen on. policy: chooses gamma before each block, up to `gamma`, and goes on learning from one response to the next; None: always
-    `gamma`. changes: other decode settings, such as a lenient `rule`. price: fields of `Measured` that say what a lossy way costs.
+    chosen on. changes: other decode settings, such as a lenient `rule`. price: fields of `Measured` that say what a lossy way costs.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Way:
     found: float | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
-    policy: GammaPolicy | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     price: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,7 +108,9 @@ class Measured:
 
     @property
     def sizes(self) -> str:
-        """N-gram sizes of a lookup and gamma of the draft after it, or what a lossy way costs, in words; else empty."""
+        """N-gram sizes of a lookup and gamma of the draft after it, what a lossy way costs, or that no engine runs it; else empty."""
+        if (recipe := recipes().get(self.way)) is not None and not recipe.served:
+            return "no engine runs it"
         if self.ngrams is None:
             if self.total_variation is None or self.total_variation_ci is None or self.differing is None:
                 return ""

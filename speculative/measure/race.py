@@ -114,7 +114,7 @@ def race(
 
 def _sample(target: PreTrainedModel, way: Way, prompt: Prompt, settings: DecodeSettings, round_number: int) -> Sample:
     drafter = way.drafter() if way.drafter is not None else None
-    (response,), timing = decode(target, drafter, [prompt], way.settings(settings), policy=way.policy)
+    (response,), timing = decode(target, drafter, [prompt], way.settings(settings))
     seconds, timed = timing.total_seconds - timing.prefill_seconds, response.blocks - timing.recording_calls
     if 0 < timed < response.blocks:
         seconds = (seconds - timing.recording_seconds) * response.blocks / timed

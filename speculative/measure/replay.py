@@ -207,8 +207,7 @@ def expected_blocks(
 
 def expected_blocks_of(scores: Sequence[TokenScores], rule: Rule, gammas: Iterable[int] = GAMMAS) -> np.ndarray:
     """Expected target calls (N, K) of each scored response, at each gamma, by any rule: sum_t P(a block starts at t), exact (no i.i.d.
-    assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding. See
-    `GammaPolicy`.
+    assumption). The last block counts in full even though the text ends inside it. gamma 0 is plain decoding.
     """
     return expected_blocks(texts_of(scores, rule), gammas).others_NK
 

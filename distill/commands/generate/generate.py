@@ -65,7 +65,7 @@ def generate_command(options: GenerateOptions) -> None:
         seed=options.seed,
         tree=tree,
     )
-    policy = policy_of(options, recipe, gamma)
+    policy = AdaptiveGamma(gamma) if options.gamma == "auto" else FixedGamma(gamma if recipe is not None else 0)
     loaded = load(options, recipe)
     if loaded.drafter is None:
         settings = replace(settings, gamma=0)
@@ -93,15 +93,6 @@ def recipe_of(options: GenerateOptions) -> Recipe | None:
         )
         raise UserError(f"--gamma {why}")
     return recipe
-
-
-def policy_of(options: GenerateOptions, recipe: Recipe | None, gamma: int) -> GammaPolicy:
-    """The policy that chooses gamma before each block."""
-    if recipe is None:
-        return FixedGamma(0)
-    if options.gamma == "auto":
-        return AdaptiveGamma(gamma)
-    return recipe.policy(gamma) if recipe.policy is not None else FixedGamma(gamma)
 
 
 def load(options: GenerateOptions, recipe: Recipe | None) -> Loaded:

@@ -153,7 +153,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
         ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
         (
             {"judge": {"ways": ["x"]}},
-            "unknown way to decode 'x': must be one of adaptive-draft, adaptive-lookup+draft, draft, early-exit, ",
+            "unknown way to decode 'x': must be one of draft, early-exit, ",
         ),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
         (

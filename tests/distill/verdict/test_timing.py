@@ -11,17 +11,15 @@ from distill.verdict import judging_setup
 from distill.verdict.decoding import NamedDraft
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import ScoredDrafts, ways_of
-from distill.verdict.sentence import _beside
 from distill.verdict.timing import time_ways, worth_timing
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.draft import Draft
-from speculative.drafters.gamma import AdaptiveGamma
 from speculative.evaluate import frozen_responses
 from speculative.measure.baseline_replay import cross_fitted
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT as BEST
-from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Way
+from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.replay import expected_blocks_of
@@ -109,35 +107,6 @@ def estimates_of(speed_ups, prompts, noise):
                 0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5)
             )
     return SpeedEstimates(samples, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
-
-
-@pytest.mark.parametrize(("speed_up", "wins"), [(1.5, False), (1.8, True)])
-def test_a_policy_is_advised_only_where_it_certainly_beats_every_fixed_way(pair, speed_up, wins):
-    setup, _ = asked(pair)
-    policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
-    timing = time_ways(setup, TARGET, ways(pair), BEST)
-    speeds = estimates_of(
-        {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.2, "adaptive-lookup+draft": speed_up}, 40, 0.05
-    )
-    timing = replace(timing, ways=(*timing.ways, policy), timed=speeds)
-    assert timing.to_run() == ("adaptive-lookup+draft" if wins else BEST)
-    assert timing.best_fixed() == BEST
-    said = _beside(timing, "adaptive-lookup+draft", BEST)
-    assert said.startswith("Adaptive lookup + draft gives ")
-    assert "as fast as the draft, the best fixed way" in said
-    assert ("not advised" in said) is not wins
-
-
-@pytest.mark.parametrize(("adaptive", "run"), [(1.8, LOOKUP_DRAFT), (2.1, "adaptive-lookup+draft")])
-def test_a_policy_that_is_no_faster_does_not_change_what_to_run(pair, adaptive, run):
-    setup, _ = asked(pair)
-    timing = time_ways(setup, TARGET, ways(pair), BEST)
-    speeds = estimates_of(
-        {BEST: 1.5, LOOKUP: 0.9, PAST: 0.9, LOOKUP_DRAFT: 1.8, "adaptive-lookup+draft": adaptive}, 40, 0.05
-    )
-    assert replace(timing, timed=speeds).to_run() == LOOKUP_DRAFT
-    policy = Way("adaptive-lookup+draft", gamma=8, policy=AdaptiveGamma(8))
-    assert replace(timing, ways=(*timing.ways, policy), timed=speeds).to_run() == run
 
 
 def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():

@@ -55,7 +55,7 @@ def judged(tiny_config: Path):
     limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
     config = load_config(
         tiny_config,
-        ["judge.load=[3, 1]", f"judge.ways={[*LIVE, 'adaptive-lookup+draft']}", "judge.speed_prompts=8", limits],
+        ["judge.load=[3, 1]", f"judge.ways={LIVE}", "judge.speed_prompts=8", limits],
     )
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
@@ -75,14 +75,14 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
     assert found.concurrencies == [1, 3]
     for concurrency in (1, 3):
         rows = [one for one in found.measured if one.concurrency == concurrency and one.speed_up is not None]
-        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, LOOKUP_DRAFT, *LIVE, "adaptive-lookup+draft"]
+        assert [one.way for one in rows] == [TARGET, DRAFT, LOOKUP, LOOKUP_DRAFT, *LIVE]
         alone = rows[0]
         for row in rows[1:]:
             assert (row.gamma or 0) >= 1
             assert row.speed_up_ci is not None
             assert row.speed_up_ci[0] <= row.speed_up <= row.speed_up_ci[1]
             assert row.tokens_per_second == pytest.approx(row.speed_up * alone.tokens_per_second)
-            assert row.how["tau"] == ("live" if row.way in (*LIVE, "adaptive-lookup+draft") else "replay")
+            assert row.how["tau"] == ("live" if row.way in LIVE else "replay")
             assert 1.0 <= row.tau <= row.gamma + 1
             assert (row.alpha is None) == (row.way != DRAFT)
         assert found.run[str(concurrency)] in [one.way for one in rows]
@@ -95,9 +95,7 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
                 assert 0.0 < waits["p50"] <= waits["p90"] <= waits["p99"]
             assert {"prefill", "verify", "host"} <= set(row.stages_ms)
             assert row.way == TARGET or "draft" in row.stages_ms
-    (at_load,) = [fact for fact in found.facts if fact.startswith("At 3 requests: ")]
-    assert at_load.startswith("At 3 requests: Adaptive lookup + draft gives ")
-    assert "the best fixed way" in at_load
+    assert any(fact.startswith("At 3 requests, ") for fact in found.facts)
     assert found.latency_loads == {TARGET: 3, DRAFT: 3}
     assert found.facts[-1] == (
         "Within 100000 ms to the first token and 50000 ms per token (p90), the largest measured load is 3 for the target alone and "
@@ -190,13 +188,9 @@ def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypat
     def full(target, draft, rows, *rest):
         raise UserError("needs more")
 
-    def policy(*_):
-        return (np.ones(4), np.full(4, 2.0)), evidence.timing.counted["adaptive-lookup+draft"]
-
     monkeypatch.setattr(timing_module, "full_batch_seconds", scripted)
-    monkeypatch.setattr(timing_module, "policy_seconds", policy)
     found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
-    assert [one.name for one in found.timings[0].ways] == [DRAFT, LOOKUP, *LIVE, "adaptive-lookup+draft"]
+    assert [one.name for one in found.timings[0].ways] == [DRAFT, LOOKUP, *LIVE]
     assert found.warnings == ("lookup+draft at judge.load 3 was not measured: no room",)
     monkeypatch.setattr(timing_module, "clock", full)
     found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)

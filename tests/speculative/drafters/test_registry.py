@@ -22,8 +22,8 @@ PARTS = Parts(TARGET, Draft(DRAFT), ResponseIndex.build([[1, 2, 3, 4]], VOCAB), 
 def test_every_way_decodes_the_text_of_the_target(name: str) -> None:
     recipe = recipes()[name]
     settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12, tree=recipe.tree)
-    policy, prompts = recipe.policy(3) if recipe.policy else None, prompts_of([5, 9])
-    responses = decode(TARGET, recipe.drafter(PARTS), prompts, settings, policy=policy)[0]
+    prompts = prompts_of([5, 9])
+    responses = decode(TARGET, recipe.drafter(PARTS), prompts, settings)[0]
     assert texts(responses) == generated(TARGET, prompts, 12)
 
 

@@ -15,7 +15,6 @@ from speculative.decode import generate
 from speculative.decoder import block_loop
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal
-from speculative.drafters.gamma import FixedGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.engine.cached_model import CachedModel
@@ -37,7 +36,6 @@ from speculative.measure.load import (
     full_batch_seconds,
     kind_shares,
     places_in,
-    policy_seconds,
 )
 from speculative.measure.measured import DRAFT, TARGET, Measured, Way, largest_load
 from speculative.rules.rule import Rule
@@ -335,45 +333,6 @@ def test_responses_that_begin_in_time_are_clocked_to_their_end(monkeypatch: pyte
     clock(tiny_model(), [Way(TARGET)], [ids for _, ids in prompts_of([4, 5])], settings, 2, 6.2)
     assert [(len(one.response_ids), one.finish_reason) for one in clocked] == [(3, "length")] * 8
     assert passed.now == pytest.approx(1.25 + 2 * 3.5)
-
-
-class Every(FixedGamma):
-    """Plain decoding and the largest gamma in turn; notes the active rows of each block."""
-
-    def __init__(self, gamma: int) -> None:
-        super().__init__(gamma)
-        self.rows: list[int] = []
-
-    def choose(self, active_R: np.ndarray) -> int:
-        self.rows.append(int(active_R.sum()))
-        return self.max_gamma * (len(self.rows) % 2)
-
-
-def policy_timed(monkeypatch: pytest.MonkeyPatch, seconds: float, prompts: int = 20):
-    """(policy, policy_seconds) of a draft that is its target, gamma 0 and 2 in turn, at load 3: a block costs 0.25 s a fed token."""
-    passed, target, policy = Clock(monkeypatch), tiny_model(), Every(2)
-    passed.charge(monkeypatch, block_loop.BlockLoop, "run_block", lambda loop, gamma, *_: 0.25 * gamma)
-    monkeypatch.setattr(load_module, "generate", partial(generate, runner="eager"))
-    settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=9)
-    way = Way("policy", lambda: ModelDrafter(target), gamma=2, policy=policy)
-    asked = prompts_of([4 + index % 3 for index in range(prompts)])
-    return policy, [key for key, _ in asked], policy_seconds(target, way, asked, settings, 3, seconds)
-
-
-def test_a_policy_is_timed_and_counted_at_its_own_mix_of_gammas(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, keys, ((plain_T, rho_T), counted) = policy_timed(monkeypatch, 1e9)
-    assert plain_T.tolist() == pytest.approx([0.25] * load_module.TURNS)
-    assert rho_T.tolist() == pytest.approx([(0.25 + 0.75) / 2 / 0.25] * load_module.TURNS, rel=0.1)
-    # Nine tokens as blocks of 3 and 1, or of 1 and 3.
-    assert set(counted) == set(keys)
-    assert set(counted.values()) <= {(9, 5), (9, 4)}
-    assert set(policy.rows[: load_module.LEARNING + load_module.LEAST_BLOCKS]) == {3}
-
-
-def test_a_policy_ends_in_time_with_the_responses_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, keys, (_, counted) = policy_timed(monkeypatch, 0.0)
-    assert load_module.LEAST_PROMPTS <= len(counted) < len(keys)
-    assert set(counted) == set(keys[: len(counted)])
 
 
 waits = st.dictionaries(
