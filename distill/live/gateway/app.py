@@ -34,21 +34,10 @@ IDLE_SECONDS = 600.0  # without a byte, until an exchange ends
 _SWITCH_SECONDS = 0.0005
 MOST_SLICES, OTHERS = 64, "others"
 # Headers of one connection, not of the message, and headers for the gateway alone.
-_OWN_HEADERS = {
-    b"connection",
-    b"keep-alive",
-    b"proxy-authenticate",
-    b"proxy-authorization",
-    b"proxy-connection",
-    b"te",
-    b"trailer",
-    b"transfer-encoding",
-    b"upgrade",
-    b"host",
-    b"content-length",
-    b"accept-encoding",
-    b"expect",
-}
+_OWN_HEADERS = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade host "
+    b"content-length accept-encoding expect".split()
+)
 _PREFIX = b"x-understudy-"
 _CLOSE = {"connection": "close"}  # for answers that do not wait for the whole request
 _HINT = (

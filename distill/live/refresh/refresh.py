@@ -183,10 +183,7 @@ class _Refresh:
         }
         self.state = State.stored(self.folder) or State(
             stage="deciding",
-            run=str(self.options.run),
             home=str(self.home),
-            traffic=str(self.options.traffic),
-            drafts=str(self.drafts),
             parent=self.version,
             version=self.folder.name.rpartition("-")[2],
             options=chosen,

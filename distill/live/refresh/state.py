@@ -48,10 +48,7 @@ class State(Stages):
 
     FILE: ClassVar[str] = "refresh.json"
     REMEDY: ClassVar[str] = "delete {folder} to start again"
-    run: str
     home: str
-    traffic: str
-    drafts: str
     parent: str
     version: str
     options: dict[str, Any]
