@@ -127,11 +127,6 @@ def _of_targets(c: "RunConfig") -> Iterator[str]:
     # Loss weights.
     if c.loss.prompt_weight and c.behind():
         yield "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"
-    if c.loss.weighting.name == "entropy" and c.only_ce:
-        yield (
-            f"loss.weighting.name: {c.loss.weighting.name} needs the target's probabilities, which loss ce does "
-            "not use; set another loss.name"
-        )
 
 
 class RunConfig(Section):

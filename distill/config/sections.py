@@ -189,15 +189,6 @@ class WarmupConfig(Section):
     """share of train.steps that use it"""
 
 
-class WeightingConfig(Section):
-    """Weights of the response tokens. The loss is still divided by the number of response tokens."""
-
-    name: Literal["none", "entropy", "position"] = "none"
-    """entropy: weight 1 - exp(-entropy of the target in nats). position: later tokens weigh less"""
-    half_life: float = Field(64.0, gt=0)
-    """position: response tokens after which the weight is halved"""
-
-
 class LossConfig(Section):
     """The training loss, averaged over all response tokens of a step."""
 
@@ -206,7 +197,6 @@ class LossConfig(Section):
     (docs/studies.md)"""
     warmup: WarmupConfig | None = None
     """another objective for the first steps, e.g. {name: forward_kl, ratio: 0.2}"""
-    weighting: WeightingConfig = WeightingConfig()
     prompt_weight: float = Field(0.0, ge=0)
     """weight of prompt tokens in the loss, where a response token has 1; the loss is still divided by the number
     of response tokens. 0 = responses only"""

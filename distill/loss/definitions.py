@@ -5,7 +5,7 @@ Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entri
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class Objective:
     chunk_tokens: int | None = None
     serving: SamplingSettings = UNTOUCHED
     rule: Rule = field(default=Rule.named("sample"))
-    weighting: Literal["none", "entropy"] = "none"
     compile: bool = False
 
     def weight(self, name: str) -> float:
@@ -182,8 +181,3 @@ def filled_ids(ids_NK: Tensor, log_probs_NK: Tensor) -> tuple[Tensor, Tensor]:
     first_N1 = ids_NK.gather(-1, full_NK.int().argmax(-1, keepdim=True))
     spare_N1 = first_N1.masked_fill(~full_NK.any(-1, keepdim=True), 0)
     return torch.where(full_NK, ids_NK, spare_N1), full_NK
-
-
-def entropy_weight(entropy: Tensor) -> Tensor:
-    """1 - exp(-entropy), between 0 (the target is certain) and 1 (it has many choices)."""
-    return -torch.expm1(-entropy)

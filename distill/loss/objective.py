@@ -49,7 +49,7 @@ def chunked_loss(
 ) -> Scored:
     """Summed loss of R tokens, chunk by chunk. Its backward returns the gradients computed in the forward, once.
 
-    `weights_R` multiplies loss and gradient of each token. Raises ValueError for an objective or weighting that needs a signal.
+    `weights_R` multiplies loss and gradient of each token. Raises ValueError for an objective that needs a signal.
     """
     refuse_impossible(objective, signal)
     parameters = student.head.parameters()
@@ -107,7 +107,7 @@ def _both_logits(objective: Objective, student: Student, signal: Signal | None) 
 
 
 def refuse_impossible(objective: Objective, signal: Signal | None) -> None:
-    """Raise ValueError for an objective or a weighting that needs a signal, without one."""
+    """Raise ValueError for an objective that needs a signal, without one, or is unknown."""
     names = set(objective.weights)
     for served, why in (
         (losses.OBJECTIVES.keys(), "is unknown"),
@@ -115,8 +115,6 @@ def refuse_impossible(objective: Objective, signal: Signal | None) -> None:
     ):
         if names - served:
             raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
-    if objective.weighting != "none" and signal is None:
-        raise ValueError(f"weighting {objective.weighting} needs a target, and there is none")
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -106,10 +106,7 @@ def row_losses(
         overlap_C, loss_C = pair.overlap_N - slack_C, losses.mixed(objective, pair)
     else:
         return _labels_alone(objective, scores_CV, labels_C1, weights_C)
-    entropy_C = None
-    if objective.weighting == "entropy":
-        entropy_C = -(pair.target.probs_NE * pair.target.log_probs_NE).sum(-1)
-    return _weighed(Rows(loss_C, overlap_C, slack_C), pair.log_label_N, weights_C, entropy_C)
+    return _weighed(Rows(loss_C, overlap_C, slack_C), pair.log_label_N, weights_C)
 
 
 def _dense_pair(target_CV: Tensor, student_CV: Tensor, labels_C1: Tensor) -> tuple[Pair, Tensor]:
@@ -138,7 +135,7 @@ def _labels_alone(objective: Objective, scores_CV: Tensor, labels_C1: Tensor, we
     nothing_C0 = labels_C1[:, :0]
     _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
     none_C = torch.zeros_like(log_label_C)
-    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), log_label_C, weights_C, None)
+    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), log_label_C, weights_C)
 
 
 def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tensor) -> tuple[Distribution, Tensor]:
@@ -149,16 +146,14 @@ def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tenso
     return Distribution(log_probs_CE, log_probs_CE.exp()), (label_C1 - normaliser_C1).squeeze(-1)
 
 
-def _weighed(rows: Rows, log_label_C: Tensor, weights_C: Tensor | None, entropy_C: Tensor | None) -> Rows:
-    """Apply the caller's token weights, and weights by the target's entropy if it is given."""
+def _weighed(rows: Rows, log_label_C: Tensor, weights_C: Tensor | None) -> Rows:
+    """Apply the caller's token weights."""
     loss_C = rows.loss_C
     if weights_C is not None:
         weights_C = weights_C.to(loss_C.dtype)
         if weights_C.dim() == 2:
             loss_C, weights_C = loss_C - weights_C[:, 1] * log_label_C, weights_C[:, 0]
         loss_C = loss_C * weights_C
-    if entropy_C is not None:
-        loss_C = loss_C * losses.entropy_weight(entropy_C)
     return rows._replace(loss_C=loss_C)
 
 

@@ -36,14 +36,6 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 LEAK, HALF_LEAK = 1e-4, 5e-3
 
 
-def position_weighted(example: Example, half_life: float) -> Example:
-    """The example with 0.5 ** (t / half_life) on its response token t = 0, 1, ..., times its existing weights."""
-    numbers = np.maximum(np.cumsum(example.loss_mask) - 1, 0)
-    decay = np.where(example.loss_mask, 0.5 ** (numbers / half_life), 1.0)
-    weights = decay if example.weights is None else decay * example.weights
-    return replace(example, weights=weights.astype(np.float32))
-
-
 class BatchSource:
     """Source of micro-batches for the training loop. A step has the same sequences for any number of ranks."""
 
@@ -137,8 +129,6 @@ class BatchSource:
             _, examples = self._held[name]
             chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
             taught = [examples[number] for number in chosen]
-            if self.config.loss.weighting.name == "position" and name != "text":
-                taught = [position_weighted(example, self.config.loss.weighting.half_life) for example in taught]
             numbered = enumerate(taught, len(documents))
             documents += [self._thinned(self._in_blocks(one, step, place), step, place) for place, one in numbered]
             numbers += chosen if name == "target" else [-1] * count
@@ -249,7 +239,7 @@ def make_batches(
 
 
 def make_objective(config: RunConfig) -> Objective:
-    loss, weighting = config.loss, config.loss.weighting
+    loss = config.loss
     return Objective(
         config.loss_weights(0),
         loss.temperature,
@@ -257,7 +247,6 @@ def make_objective(config: RunConfig) -> Objective:
         chunk_tokens=loss.chunk_tokens,
         serving=config.serving.sampling,
         rule=config.judge_rule,
-        weighting=weighting.name if weighting.name != "position" else "none",
         compile=config.train.compile,
     )
 

@@ -13,7 +13,6 @@ from data.signals.signal import Signal, TopKSignal
 from distill.loss.chunk_heads import Student
 from distill.loss.definitions import (
     Objective,
-    entropy_weight,
     filled_ids,
 )
 from distill.loss.objective import Scored, refuse_impossible
@@ -67,12 +66,11 @@ def compared(objective: Objective, target_NE: Tensor, student_NE: Tensor) -> Ten
 
 
 class Definition(NamedTuple):
-    """Per token, without tokens' weights: loss, overlap, what the overlap may lack, and the target's entropy in nats. Each (N,)."""
+    """Per token, without tokens' weights: loss, overlap, and what the overlap may lack. Each (N,)."""
 
     loss_N: Tensor
     overlap_N: Tensor
     slack_N: Tensor
-    entropy_N: Tensor
 
 
 def log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
@@ -91,11 +89,9 @@ def eager_loss(
     """`chunked_loss`, plainly."""
     refuse_impossible(objective, signal)
     logits_RV = student.head(student.hidden_RD)
-    loss_R, overlap_R, slack_R, entropy_R = _by_definition(objective, signal, logits_RV, labels_R)
+    loss_R, overlap_R, slack_R = _by_definition(objective, signal, logits_RV, labels_R)
     if weights_R is not None:
         loss_R = loss_R * weights_R.to(loss_R.dtype)
-    if objective.weighting == "entropy":
-        loss_R = loss_R * entropy_weight(entropy_R)
     return Scored(loss_R.sum(), overlap_R, slack_R)
 
 
@@ -115,10 +111,10 @@ def dense_by_definition(
     loss_N = objective.weight("ce") * ce(student_NV, labels_N)
     none_N = torch.zeros_like(loss_N)
     if target_logits_NV is None:
-        return Definition(loss_N, none_N, none_N, none_N)
+        return Definition(loss_N, none_N, none_N)
     target_NV = log_probs(target_logits_NV, objective.temperature)
     loss_N = loss_N + compared(objective, target_NV, student_NV)
-    return Definition(loss_N, overlap(target_NV, student_NV).detach(), none_N, entropy(target_NV))
+    return Definition(loss_N, overlap(target_NV, student_NV).detach(), none_N)
 
 
 def topk_by_definition(
@@ -131,7 +127,7 @@ def topk_by_definition(
     # The label is a token, not an event.
     loss_N = objective.weight("ce") * ce(student_NV, labels_N) + compared(objective, target_NE, events_NE)
     smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
-    return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1], entropy(target_NE))
+    return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1])
 
 
 def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs_NV: Tensor) -> Tensor:
@@ -146,9 +142,3 @@ def stored_events(ids_NK: Tensor, stored_log_probs_NK: Tensor, student_log_probs
     stored_NV = stored_NV.scatter(-1, ids_NK, full_NK.any(-1, keepdim=True).expand_as(ids_NK))
     rest_N1 = student_log_probs_NV.masked_fill(stored_NV, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([student_log_probs_NV.gather(-1, ids_NK).masked_fill(~full_NK, -torch.inf), rest_N1], -1)
-
-
-def entropy(log_probs_NV: Tensor) -> Tensor:
-    """-sum_v prob log prob, in nats. (N,)"""
-    probs_NV = log_probs_NV.exp()
-    return -torch.where(probs_NV > 0, probs_NV * log_probs_NV, torch.zeros_like(probs_NV)).sum(-1)

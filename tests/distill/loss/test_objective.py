@@ -90,7 +90,7 @@ def assert_twins(setting: Setting, objective: Objective, kind: str, **options: A
     close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64; sums in another order
     for mine, theirs in zip(chunked, eager, strict=True):
         close(mine, theirs)
-    assert len(chunked.overlap_R) == setting.labels_R.numel(), "of all rows, also of those that a weighting leaves out"
+    assert len(chunked.overlap_R) == setting.labels_R.numel(), "of all rows"
     pairs = list(zip(setting.gradients(chunked), setting.gradients(eager), strict=True))
     assert len(pairs) == 1 + len(setting.student.head.parameters())
     for mine, theirs in pairs:
@@ -113,13 +113,6 @@ def test_chunked_is_eager(kind: str, mix: str, chunk_tokens: int | None) -> None
 def test_chunked_is_eager_for_every_head(kind: str, mix: str, options: dict[str, Any], plain: bool) -> None:
     setting = Setting(plain=plain, **options)
     objective = Objective(MIXES[mix], temperature=1.3, beta=0.3, chunk_tokens=4)
-    assert_twins(setting, objective, kind, weights_R=setting.weights_R)
-
-
-@pytest.mark.parametrize("kind", ["dense", "topk"])
-def test_chunked_is_eager_weighted_by_entropy(kind: str) -> None:
-    setting = Setting()
-    objective = Objective({"forward_kl": 1.0, "ce": 0.2}, chunk_tokens=4, weighting="entropy")
     assert_twins(setting, objective, kind, weights_R=setting.weights_R)
 
 
@@ -240,10 +233,9 @@ def test_a_head_that_learns_in_part_over_hidden_states_that_do_not(learns: str, 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["by hand", "by graph"])
 @pytest.mark.parametrize("kind", ["dense", "topk"])
-@pytest.mark.parametrize("weighting", ["none", "entropy"])
-def test_no_rows_no_loss(weighting: Any, kind: str, plain: bool) -> None:
+def test_no_rows_no_loss(kind: str, plain: bool) -> None:
     setting = Setting(rows=0, plain=plain)
-    objective = Objective({"forward_kl": 1.0}, chunk_tokens=3, weighting=weighting)
+    objective = Objective({"forward_kl": 1.0}, chunk_tokens=3)
     sums = setting.loss(chunked_loss, objective, kind)
     sums.loss.backward()
     assert (float(sums.loss.detach()), sums.overlap_R.numel()) == (0.0, 0)
@@ -312,7 +304,6 @@ def test_acceptance_is_not_guessed() -> None:
     [
         (Objective({"tv": 1.0}), "none", "tv needs a target"),
         (Objective({"kl": 1.0}), "dense", "objective kl is unknown"),
-        (Objective({"ce": 1.0}, weighting="entropy"), "none", "entropy needs a target"),
     ],
 )
 def test_what_a_signal_cannot_serve_is_refused(

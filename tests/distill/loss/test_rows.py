@@ -56,13 +56,11 @@ def definition_of(objective: Objective, against: Against, student_NV: Tensor) ->
     return define(objective, against, student_NV, labels_of(len(student_NV)))
 
 
-def assert_defined(
-    objective: Objective, against: Against, weights_N: Tensor | None = None, by_entropy_N: Tensor | float = 1.0
-) -> None:
+def assert_defined(objective: Objective, against: Against, weights_N: Tensor | None = None) -> None:
     """Value, overlap, slack and gradient against the formulas by autograd."""
     student_NV = logits_of(1).requires_grad_()
     expected = definition_of(objective, against, student_NV)
-    loss_N = expected.loss_N * (1.0 if weights_N is None else weights_N) * by_entropy_N
+    loss_N = expected.loss_N * (1.0 if weights_N is None else weights_N)
     (gradient_NV,) = torch.autograd.grad(loss_N.sum(), student_NV)
     untouched_NV = student_NV.detach().clone()
     rows, found_NV = gradient_of(objective, against, untouched_NV, weights_N=weights_N)
@@ -86,16 +84,6 @@ def test_rows_are_the_formula(mix: str, temperature: float, weights_N: Tensor | 
         assert_defined(objective, replace(signal, log_probs_RK=signal.log_probs_RK + 0.01), weights_N)
     if mix == "ce":
         assert_defined(objective, None, weights_N)
-
-
-def test_entropy_weighs_by_the_targets_choices() -> None:
-    target_NV, categorical = logits_of(0), torch.distributions.Categorical
-    weights_N = 1 - torch.exp(-categorical(logits=target_NV).entropy())
-    assert_defined(Objective({"jsd": 1.0}, weighting="entropy"), target_NV, None, weights_N)
-    signal = topk_of(target_NV, 3)
-    events_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1)
-    of_events_N = 1 - torch.exp(-categorical(logits=events_NE).entropy())
-    assert_defined(Objective({"jsd": 1.0}, weighting="entropy"), signal, WEIGHTS, of_events_N)
 
 
 def test_the_formulas_are_the_textbooks() -> None:

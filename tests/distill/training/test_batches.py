@@ -38,7 +38,7 @@ from distill.loss.definitions import Objective
 from distill.models.carving.layers import carve
 from distill.run.checkpoint import resume_point
 from distill.run.run import Run
-from distill.training.batches import BatchSource, position_weighted
+from distill.training.batches import BatchSource
 from distill.training.module import DraftModule
 from distill.training.rollouts import Rollouts
 from distill.training.teacher import Teacher
@@ -78,13 +78,13 @@ def windows(count: int = 11, width: int = 8) -> list[Example]:
     return [Example(np.full(width, 290, dtype=np.int32) + index % 5, mask) for index in range(count)]
 
 
-def config_of(folder: Path, mix: dict[str, float] | None = None, weighting: Any = None, **train: Any) -> RunConfig:
+def config_of(folder: Path, mix: dict[str, float] | None = None, **train: Any) -> RunConfig:
     mix = mix or {"target": 1.0}
     text: Any = [{"path": "unused.txt"}] if mix.get("text") else []
     return run_config(
         folder,
         data={"train": [{"path": "unused"}], "mix": mix, "text": text, "rollouts": {"every": EVERY}},
-        loss={"name": "forward_kl", "weighting": weighting or {"name": "none"}},
+        loss={"name": "forward_kl"},
         train={"steps": 6, "batch_size": 8, "micro_batch_size": 2, **train},
     )
 
@@ -229,32 +229,6 @@ def test_a_step_learns_a_share_of_the_prompt_tokens_with_more_weight(tmp_path: P
     tokens = [one for step in range(6) for _, own in drawn_of(step, 8, prompt_share=0.4) for one in own]
     # Five standard deviations of a binomial share.
     assert abs(np.mean(tokens) - 0.4) < 5 * (0.4 * 0.6 / len(tokens)) ** 0.5
-
-
-def test_position_weights_by_hand() -> None:
-    example = Example(np.arange(6), np.array([False, False, True, True, False, True]))
-    weights = position_weighted(example, half_life=2.0).weights
-    assert weights is not None
-    np.testing.assert_allclose(weights, [1, 1, 1, 0.5**0.5, 1, 0.5], rtol=1e-6)
-    doubled = Example(example.input_ids, example.loss_mask, np.full(6, 2.0, dtype=np.float32))
-    np.testing.assert_allclose(position_weighted(doubled, 2.0).weights, 2 * weights, rtol=1e-6)
-    assert example.weights is None
-
-
-@pytest.mark.parametrize("packing", [None, 40])
-def test_position_weights_multiply_those_of_rejections_and_spare_general_text(
-    tmp_path: Path, packing: int | None
-) -> None:
-    weighting = {"name": "position", "half_life": 3.0}
-    mix = {"target": 1.0, "speculative": 1.0, "text": 2.0}
-    source = source_of(config_of(tmp_path, mix, weighting, micro_batch_size=8, packing=packing))
-    seen: set[float] = set()
-    for batch in source.micro_batches(0, DRAFT):
-        assert batch.weights_R is not None
-        seen |= {round(weight, 5) for weight in batch.weights_R.tolist()}
-        text = batch.labels_R >= 290
-        assert (batch.weights_R[text] == 1.0).sum() >= 7
-    assert {1.0, 2.0, round(0.5 ** (1 / 3), 5), round(2 * 0.5 ** (1 / 3), 5)} <= seen
 
 
 @pytest.mark.parametrize(

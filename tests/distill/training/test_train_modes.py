@@ -17,7 +17,6 @@ from distill.config.layout import list_steps, step_folder
 from distill.config.load import load_config
 from distill.models.target import Target
 from distill.run.verdict_record import load_verdict
-from distill.training.batches import make_objective
 from distill.training.trainer import MOST_SKIPS, NotFinite, Trainer
 from distill.verdict import conclusion
 from speculative.measure.measured import DRAFT
@@ -184,16 +183,3 @@ def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config), "name=mixed", *overrides]) == 0
     run = load_config(tiny_config, ["name=mixed"]).folder
     assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}
-
-
-def test_weighted_tokens_train_otherwise_than_equal_ones(tmp_path: Path) -> None:
-    first = {}
-    for name, weighting in {"none": {}, "entropy": {}, "position": {"half_life": 4}}.items():
-        config = run_config(tmp_path / name, loss={"name": "forward_kl", "weighting": {"name": name, **weighting}})
-        loop = make_loop(config, objective=make_objective(config))
-        first[name] = loop.step(loop.micro_batches(0))
-    equal = first.pop("none")
-    for name, weighted in first.items():
-        # The same batch and the same weights: overlap is unweighted, the loss is not.
-        assert weighted.alpha == pytest.approx(equal.alpha, rel=1e-5), name
-        assert weighted.loss < equal.loss - 1e-3, name
