@@ -95,7 +95,7 @@ class Rollouts:
             "generation": generation,
             "prompts": prompts_fingerprint(prompts),
             "sampling": settings.sampling.as_dict(),
-            "rule": settings.rule,
+            "rule": settings.rule.name,
             "gamma": settings.gamma,
             "max_tokens": settings.max_tokens,
             "eos_ids": list(settings.eos_ids),
