@@ -83,7 +83,7 @@ class Rollouts:
             return replace(settings, sampling=SamplingSettings(1.0), rule=Rule.usual(1.0))
         sampling = serving.sampling
         rule = self.config.serving_rule
-        rule = Rule.usual(sampling.temperature) if rule.draws else rule
+        rule = Rule.usual(sampling.temperature) if rule.draws else rule.at(sampling.temperature)
         return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
     def _generation(self, kind: Kind, generation: int, draft: CurrentDraft) -> list[Row]:

@@ -33,6 +33,7 @@ from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival
 from distill.models.carving.layers import carve
+from distill.models.mask_token import give_mask_token
 from distill.run.run import Run
 from distill.training.batches import make_batches
 from distill.training.micro_batch import trial_batch, trial_step
@@ -54,6 +55,7 @@ def texts_of(lengths: tuple[int, ...], prompt: int = 3, vocab: int = TOKENS) -> 
 
 def parallel_module(student: Any, objective: Objective, tokens: int = 4, retain: float = 0.6) -> DraftModule:
     student.config.pard_token = MASK
+    give_mask_token(student, tiny_tokenizer(), ())
     module = DraftModule(student, objective, Survival(tokens, retain))
     module.survival.kept_J = [0.8 / (1 + place) for place in range(tokens)]
     return module
