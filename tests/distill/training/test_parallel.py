@@ -54,6 +54,8 @@ def texts_of(lengths: tuple[int, ...], prompt: int = 3, vocab: int = TOKENS) -> 
 
 
 def parallel_module(student: Any, objective: Objective, tokens: int = 4, retain: float = 0.6) -> DraftModule:
+    with torch.no_grad():
+        student.get_input_embeddings().weight[MASK] = student.get_input_embeddings().weight.mean(0)
     student.config.pard_token = MASK
     give_mask_token(student, tiny_tokenizer(), ())
     module = DraftModule(student, objective, Survival(tokens, retain))
