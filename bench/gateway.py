@@ -1,6 +1,6 @@
 """Latency that the gateway adds: hundreds of paced streams directly and through it, in turns. Checks that each response is in its log.
 
-    python bench/gateway.py --streams 500 --out bench/results/gateway_cpu.json
+    python bench/gateway.py --streams 100 --rounds 3 --seconds 6 --out bench/results/gateway_cpu.json
 
 A stub engine writes the time into each event of a stream, so a client sees the latency of each event. The gateway adds the median
 (and p99) latency through it minus the direct one. All processes share the machine. Stub and clients parse only as much HTTP as they

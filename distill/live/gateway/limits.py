@@ -51,7 +51,6 @@ class TimedProtocol(H11Protocol):
         """The client is gone."""
         self._stop_clock()
         super().connection_lost(exc)
-        self.app_state.clear()  # Breaks reference cycles, so that nothing is left to the garbage collector.
 
     def _wait(self, seconds: float) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -73,9 +72,6 @@ def guarded(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
         except h11.LocalProtocolError:
             scope["state"]["connection"].transport.abort()
-        finally:
-            if scope["type"] == "http":
-                del scope["state"]["connection"]
 
     return guard
 

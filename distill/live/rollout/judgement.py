@@ -136,7 +136,7 @@ def compare(new: Served, old: Served, criteria: Criteria) -> Decision:
         _more_errors(evidence_of_more(new.errors, new.errors + old.errors, criteria.share), new, old)
         or _silent(new, old)
         or _below_gate(high, new, criteria, words)
-        or _slower(new, old, criteria, criteria.slower)
+        or _slower(new, old, criteria.slower)
     )
     if back:
         return Decision("back", back, interval, to_see)
@@ -160,7 +160,7 @@ def watch(new: Served, old: Served, criteria: Criteria) -> Decision:
         _more_errors(evidence_of_more(new.errors, new.conversations, min(usual, 0.999)) / 2, new, old)
         or _silent(new, old)
         or _below_gate(interval[1], new, criteria, words)
-        or _slower(new, old, criteria, WATCHED_SLOWER)
+        or _slower(new, old, WATCHED_SLOWER)
         or (f"certainly less is accepted than before: {words}" if interval[1] < -criteria.margin else "")
     )
     if back:
@@ -205,7 +205,7 @@ def _below_gate(most_gained: float, new: Served, criteria: Criteria, words: str)
     return f"the gain in accepted / drafted is below the gate's interval [{low:+.3f}, {high:+.3f}]: {words}"
 
 
-def _slower(new: Served, old: Served, criteria: Criteria, slower: float) -> str:
+def _slower(new: Served, old: Served, slower: float) -> str:
     times = difference_of(estimate_of(new.latency, LATENCY_DOUBT), estimate_of(old.latency, LATENCY_DOUBT))
     low, high = anytime_interval(times, LEVEL, LATENCY_SCALE)
     if low <= math.log1p(slower):

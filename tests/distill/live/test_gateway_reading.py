@@ -112,6 +112,24 @@ def test_what_stands_between_the_target_and_its_text_is_marked(more: dict[str, A
     assert (asked.why_not, asked.constrained) == ("", constrained)
 
 
+@pytest.mark.parametrize(
+    ("more", "path", "reason"),
+    [
+        ({"n": 2}, "completions", "n"),
+        ({"logprobs": 0}, "completions", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 3}, "completions", "logprobs"),
+        ({"prompt_logprobs": 1}, "completions", "logprobs"),
+        ({"best_of": 3}, "completions", "best_of"),
+        ({"echo": True}, "completions", "echo"),
+        ({"prompt": ["two", "prompts"]}, "completions", "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "chat/completions", "content"),
+        ({}, "embeddings", "path"),
+    ],
+)
+def test_what_cannot_be_logged_faithfully_is_not_logged(more: dict[str, Any], path: str, reason: str) -> None:
+    assert read(more, f"/v1/{path}", text=True).why_not == reason
+
+
 def test_a_conversation_is_known_by_its_first_user_message() -> None:
     def talk(*turns: str) -> bytes:
         roles = ["system", "user", "assistant", "user"]
