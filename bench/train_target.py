@@ -32,7 +32,6 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_linear_schedule_with_warmup
 
-from data.batches.windows import cut_windows
 from data.files import open_modes, write_json
 from data.prompts import stdlib
 from distill.models.load import EMBEDDED_FOLDER, model_fingerprint
@@ -365,8 +364,11 @@ Licence: Apache-2.0 for the weights; the text they were trained on is under the 
 
 
 def windows_of(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, window: int) -> np.ndarray:
-    """All documents as windows of ids. int32 (N, window)."""
-    return cut_windows(tokenizer(list(documents), verbose=False)["input_ids"], window, int(tokenizer.eos_token_id))
+    """Documents joined by eos and cut into windows; the incomplete last window is dropped. int32 (N, window)."""
+    documents_of_ids = tokenizer(list(documents), verbose=False)["input_ids"]
+    joined = (token for ids in documents_of_ids for token in (*ids, int(tokenizer.eos_token_id)))
+    stream = np.fromiter(joined, dtype=np.int32)
+    return stream[: len(stream) // window * window].reshape(-1, window)
 
 
 def train_target(

@@ -162,7 +162,7 @@ def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer
         for split in (SplitModel(module.inner), *([] if online is None else [online.split])):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    batches = make_batches(run, target, data.prompts.train, examples, data.context, teacher, mask_token)
+    batches = make_batches(run, target, data.prompts.train, examples, teacher, mask_token)
     # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
     run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.

@@ -82,16 +82,14 @@ def _of_blocks(c: "RunConfig") -> Iterator[str]:
             "served; set them to 0"
         )
     # The target's probabilities, and the texts they belong to.
-    if not (c.data.mix.target or c.own_words or c.data.mix.text):
+    if not (c.data.mix.target or c.own_words):
         yield "data.mix: set at least one share above zero"
     if c.data.mix.student and c.only_ce:
         yield (
             "data.mix.student: loss ce alone would train the draft on its own text; set another loss.name, "
             "e.g. forward_kl"
         )
-    if (c.data.mix.text > 0) != bool(c.data.text):
-        yield NEED_EACH_OTHER.format("data.mix.text", "data.text")
-    if (c.own_words or c.data.mix.text) and c.signal.source != "online":
+    if c.own_words and c.signal.source != "online":
         yield (
             f"signal.source: {c.signal.source} has only the target's responses; for other shares of data.mix "
             "set signal.source: online"

@@ -109,8 +109,6 @@ class MixConfig(Section):
     """responses of the draft, scored by the target (on-policy, lambda in GKD)"""
     speculative: float = Field(0.0, ge=0)
     """responses decoded speculatively with the current draft: text of the target with known rejections"""
-    text: float = Field(0.0, ge=0)
-    """windows of `data.text`, to prevent forgetting"""
 
 
 class RolloutConfig(Section):
@@ -144,8 +142,6 @@ class DataConfig(Section):
     """leave out prompts with more tokens (the log counts them); null = keep all"""
     mix: MixConfig = MixConfig()
     rollouts: RolloutConfig = RolloutConfig()
-    text: tuple[PromptSource, ...] = ()
-    """sources of general text for mix.text, which is cut into windows of 256 tokens"""
 
 
 class ServingConfig(Section):

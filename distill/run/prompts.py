@@ -127,7 +127,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
         "max_tokens": max_tokens,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "template": template_fingerprint(tokenizer, data.template)[:16],
-        "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "text"}),
+        "data": data.model_dump(mode="json", exclude={"mix", "rollouts"}),
         "sources": [source_state(source) for source in (*data.train, *data.heldout)],
     }
     return json.loads(json.dumps(facts))

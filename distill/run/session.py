@@ -7,13 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from data.batches.windows import TEXT_WINDOW, text_examples
 from data.responses.rendered import RenderedPrompt
 from distill.config.layout import CHECKPOINTS, SELF_CHECKS
 from distill.config.run import RunConfig
 from distill.models.draft import served_draft
 from distill.models.load import load_tokenizer, refusing
-from distill.models.student import NO_LIMIT, refuse_impossible, run_context
+from distill.models.student import NO_LIMIT, refuse_impossible
 from distill.models.target import Target
 from distill.models.vocabulary import tokens_without_row
 from distill.run.prompts import load_heldout
@@ -32,10 +31,10 @@ CHECKED_PROMPTS = 8
 def preflight(run: Run, target: Target) -> None:
     """Check all that training and export need from target and tokenizer, before the first prompt is read.
 
-    Raises UserError: keys of `student`, `signal` or `data.text` that this target cannot serve; a tokenizer that is another model's or
+    Raises UserError: keys of `student` or `signal` that this target cannot serve; a tokenizer that is another model's or
     cannot be saved.
     """
-    config, data, tokenizer, rows = run.config, run.config.data, target.tokenizer, target.facts.vocab_rows
+    config, tokenizer, rows = run.config, target.tokenizer, target.facts.vocab_rows
     refuse_impossible(config.student, target.side.config)
     if config.signal.source != "online":
         signal_manifest_of(run, target.facts)
@@ -50,15 +49,6 @@ def preflight(run: Run, target: Target) -> None:
             f"warning: the target has {rows} rows (config.json: vocab_size), none for {len(rowless)} added tokens such as "
             f"{rowless[min(rowless)]!r} (id {min(rowless)}); engines refuse such a pair, so resize the target's embedding before you train"
         )
-    if data.mix.text:
-        if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= rows:
-            raise UserError(
-                "data.text: the tokenizer has no eos token with a row to separate documents; set data.mix.text to 0"
-            )
-        context = run_context(config.student, data.context_length, target.facts.context_length)
-        texts = text_examples(data.text, tokenizer, min(TEXT_WINDOW, context)) if rowless else ()
-        if (highest := max((int(max(one.input_ids)) for one in texts), default=0)) >= rows:
-            raise UserError(f"data.text: contains {rowless[highest]!r} (id {highest}), which has no row; leave it out")
     if run.main and not (run.folder / CHECKPOINTS).exists():
         what = f"target.path {config.target.path!r}: its tokenizer cannot be saved with a draft"
         with refusing(what), tempfile.TemporaryDirectory(prefix="understudy-tokenizer-") as place:

@@ -15,7 +15,6 @@ from data.batches.collate import PADDING, Batch, Example, collate, collate_packe
 from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
 from data.batches.packing import micro_batches, packed_micro_batches
-from data.batches.windows import TEXT_WINDOW, text_examples
 from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.config.sections import ParallelConfig
@@ -44,9 +43,8 @@ class BatchSource:
         run: Run,
         examples: Examples | Sequence[Example],
         rollouts: Rollouts | None = None,
-        text_examples: Sequence[Example] | None = None,
     ) -> None:
-        """`examples`: responses of the target. `rollouts` and `text_examples` are needed if `data.mix` has a share of them.
+        """`examples`: responses of the target. `rollouts` are needed if `data.mix` has a share of them.
 
         Raises UserError: a sequence that is longer than `train.packing`.
         """
@@ -64,9 +62,8 @@ class BatchSource:
         # ((step, micro-batch size), the micro-batches being made in the thread).
         self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self._held: dict[str, tuple[int, Examples]] = {}  # (generation, examples) of each pool in memory
-        for name, given in (("target", examples), ("text", text_examples)):
-            if name in self.mixture.pools:
-                self._hold(name, 0, () if given is None else given)
+        if "target" in self.mixture.pools:
+            self._hold("target", 0, examples)
 
     def micro_batches(self, step: int, draft: CurrentDraft | None = None) -> list[Batch]:
         """This rank's micro-batches of a step. All ranks call it, because `draft` makes new rollouts here when they are due.
@@ -209,30 +206,26 @@ def make_batches(
     target: Target,
     prompts: Sequence[RenderedPrompt],
     examples: Examples | Sequence[Example],
-    context: int,
     teacher: TeacherSource | None = None,
     mask_token: int | None = None,
 ) -> BatchSource:
-    """Make the source of micro-batches, with rollouts and general text if `data.mix` has a share of them.
+    """Make the source of micro-batches, with rollouts if `data.mix` has a share of them.
 
     ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft.
 
-    Raises UserError: sequences that are too long or contain the mask token; general text that cannot be cut into windows.
+    Raises UserError: sequences that are too long or contain the mask token.
     """
     config, data, tokenizer, packing = run.config, run.config.data, target.tokenizer, run.config.train.packing
-    rollouts, text = None, None
+    rollouts = None
     if data.mix.student or data.mix.speculative:
         rollouts = Rollouts(run, target.model, tokenizer, prompts)
         if packing is not None and rollouts.longest > packing:
             raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
-    if data.mix.text:
-        text = text_examples(data.text, tokenizer, min(TEXT_WINDOW, context))
-    for sequences in (examples, text or ()) if mask_token is not None else ():
-        if any(mask_token in sequences[number].input_ids for number in range(len(sequences))):
-            raise UserError(
-                f"student.parallel: a training sequence contains the draft's mask token {mask_token}; leave that text out"
-            )
-    source = BatchSource(run, examples, rollouts, text)
+    if mask_token is not None and any(mask_token in examples[number].input_ids for number in range(len(examples))):
+        raise UserError(
+            f"student.parallel: a training sequence contains the draft's mask token {mask_token}; leave that text out"
+        )
+    source = BatchSource(run, examples, rollouts)
     if isinstance(teacher, StoredTeacher) and config.signal.source != "capture":
         source.read_ahead = teacher.read_ahead
     return source

@@ -73,28 +73,22 @@ class FakeRollouts:
         return self._made("speculative", generation, draft)
 
 
-def windows(count: int = 11, width: int = 8) -> list[Example]:
-    mask = np.arange(width) > 0
-    return [Example(np.full(width, 290, dtype=np.int32) + index % 5, mask) for index in range(count)]
-
-
 def config_of(folder: Path, mix: dict[str, float] | None = None, **train: Any) -> RunConfig:
     mix = mix or {"target": 1.0}
-    text: Any = [{"path": "unused.txt"}] if mix.get("text") else []
     return run_config(
         folder,
-        data={"train": [{"path": "unused"}], "mix": mix, "text": text, "rollouts": {"every": EVERY}},
+        data={"train": [{"path": "unused"}], "mix": mix, "rollouts": {"every": EVERY}},
         loss={"name": "forward_kl"},
         train={"steps": 6, "batch_size": 8, "micro_batch_size": 2, **train},
     )
 
 
-MIX = {"target": 0.4, "student": 0.3, "speculative": 0.2, "text": 0.1}
+MIX = {"target": 0.4, "student": 0.3, "speculative": 0.3}
 
 
 def source_of(config: RunConfig, rank: int = 0, ranks: int = 1, rollouts: FakeRollouts | None = None) -> BatchSource:
     made: Any = rollouts or FakeRollouts()
-    return BatchSource(share_of(config, rank, ranks), examples_of(LENGTHS), made, windows())
+    return BatchSource(share_of(config, rank, ranks), examples_of(LENGTHS), made)
 
 
 def ahead_of(config: RunConfig) -> BatchSource:
@@ -177,7 +171,7 @@ def test_a_step_has_the_same_sequences_for_any_ranks_micro_batches_and_packing(
 def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     source = source_of(config_of(tmp_path, MIX, micro_batch_size=8), rollouts=rollouts)
-    counts = {"target": 0, "student": 0, "speculative": 0, "text": 0}
+    counts = {"target": 0, "student": 0, "speculative": 0}
     for step in range(30):
         (batch,) = source.micro_batches(step, DRAFT)
         first_ids = [sequence[0] for sequence in sequences(batch)]
@@ -187,8 +181,6 @@ def test_shares_and_generations_show_in_the_sequences(tmp_path: Path) -> None:
             # The rollouts' marks may also be the first id of a response of the target, whose number tells it.
             if index >= 0:
                 counts["target"] += 1
-            elif first >= 290:
-                counts["text"] += 1
             else:
                 kind, mark = ("speculative", 200) if first >= 200 else ("student", 100)
                 counts[kind] += 1
@@ -235,7 +227,6 @@ def test_a_step_learns_a_share_of_the_prompt_tokens_with_more_weight(tmp_path: P
     ("mix", "train", "message"),
     [
         ({"target": 1.0}, {"packing": 12}, r"train\.packing = 12: set it to at least 16, for data\.mix\.target"),
-        ({"target": 0.0, "text": 1.0}, {}, r"data\.mix\.text: no sequences"),
     ],
 )
 def test_impossible_sets_are_refused(
@@ -246,7 +237,7 @@ def test_impossible_sets_are_refused(
 
 
 def rollout_loop(config: RunConfig) -> Trainer:
-    """A loop on all four pools, rollouts made by the draft that trains; resumes where the run stands."""
+    """A loop on all three pools, rollouts made by the draft that trains; resumes where the run stands."""
     torch.set_num_threads(1)
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator, tokenizer, target = fresh_accelerator(config.folder), tiny_tokenizer(), tiny_model(vocab_size=TOKENS)
@@ -255,7 +246,7 @@ def rollout_loop(config: RunConfig) -> Trainer:
     run = Run(config, accelerator, resume_point(config.folder)[0])
     rollouts = Rollouts(run, target, tokenizer, prompts)
     examples = examples_of(LENGTHS)
-    batches = BatchSource(share_of(config), examples, rollouts, windows())
+    batches = BatchSource(share_of(config), examples, rollouts)
     trainer: Any = Trainer(run, module, Teacher(target), batches, tokenizer, {"seed": 0})
     trainer.judge = ScriptedJudge()
     return trainer
@@ -267,7 +258,6 @@ def rollout_config(folder: Path, packing: int | None) -> RunConfig:
         data={
             "train": [{"path": "unused"}],
             "mix": MIX,
-            "text": [{"path": "unused.txt"}],
             "rollouts": {"every": 2, "prompts": 4},
         },
         serving={"shard_size": 2, "batch_size": 2, "max_tokens": 6},

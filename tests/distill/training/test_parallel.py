@@ -202,7 +202,7 @@ def test_a_text_with_the_mask_token_is_refused(tmp_path: Path) -> None:
     text.input_ids[1] = MASK
     run, target = Run(blocks_config(tmp_path), fresh_accelerator(tmp_path)), SimpleNamespace(tokenizer=tiny_tokenizer())
     with pytest.raises(UserError, match="contains the draft's mask token 0"):
-        make_batches(run, target, (), [text] * 4, 64, mask_token=MASK)  # type: ignore[arg-type]
+        make_batches(run, target, (), [text] * 4, mask_token=MASK)  # type: ignore[arg-type]
 
 
 def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,13 +169,10 @@ class TestSpikes:
 
 @pytest.mark.usefixtures("without_verdict")
 def test_mixed_data_trains(tiny_config: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Some general text that the draft should not forget. " * 40)
     overrides = [
-        "data.mix={target: 0.5, student: 0.25, speculative: 0.125, text: 0.125}",
+        "data.mix={target: 0.5, student: 0.25, speculative: 0.25}",
         "data.rollouts.every=2",
         "data.rollouts.prompts=8",
-        f"data.text=[{{path: '{text}'}}]",
         "judge.live=never",
         "judge.every=3",
         "train.steps=6",
