@@ -39,6 +39,7 @@ from distill.training.batches import make_batches
 from distill.training.micro_batch import trial_batch, trial_step
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher, topk_signal
+from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 
 MASK = 0
@@ -54,9 +55,10 @@ def texts_of(lengths: tuple[int, ...], prompt: int = 3, vocab: int = TOKENS) -> 
 
 
 def parallel_module(student: Any, objective: Objective, tokens: int = 4, retain: float = 0.6) -> DraftModule:
-    with torch.no_grad():
-        student.get_input_embeddings().weight[MASK] = student.get_input_embeddings().weight.mean(0)
-    student.config.pard_token = MASK
+    if mask_token_of(student.config) is None:
+        student.config.pard_token, table = MASK, student.get_input_embeddings().weight
+        with torch.no_grad():
+            table[MASK] = table.mean(0)
     give_mask_token(student, tiny_tokenizer(), ())
     module = DraftModule(student, objective, Survival(tokens, retain))
     module.survival.kept_J = [0.8 / (1 + place) for place in range(tokens)]
