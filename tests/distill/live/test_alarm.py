@@ -21,7 +21,7 @@ def stretches(*parts: tuple[int, float], seed: int = 4) -> tuple[np.ndarray, np.
     return np.rint(100 * (rates + 0.05 * rng.standard_normal(len(rates)))), np.full(len(rates), 100)
 
 
-def test_each_fall_is_found_and_its_requests_are_no_baseline_when_it_is_over() -> None:
+def test_each_fall_is_detected_and_leaves_the_baseline_when_it_is_over() -> None:
     accepted, drafted = stretches((200, 0.5), (60, 0.35), (150, 0.5), (60, 0.4))
     fall, over = find_fall(accepted, drafted, 100, 0.05)
     assert fall is not None

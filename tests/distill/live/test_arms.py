@@ -50,7 +50,7 @@ def test_without_the_key_no_client_can_choose_its_arm() -> None:
         assert abs(same - 0.5) < 5 * (0.25 / len(TALKS)) ** 0.5
 
 
-def test_under_load_the_arm_without_a_draft_is_asked() -> None:
+def test_under_load_the_arm_without_a_draft_serves() -> None:
     arms = Arms("flags", (*two(0.5).arms, Arm("plain", "http://h:3", 0, "none", drafts=False)))
     assert {arms.choose(talk, KEY, shed=True).name for talk in TALKS[:9]} == {"plain"}
     assert "plain" not in {arms.choose(talk, KEY).name for talk in TALKS}

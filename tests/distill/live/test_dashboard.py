@@ -63,7 +63,7 @@ def test_every_label_of_a_query_is_on_its_metrics(page: Page) -> None:
         assert grouped <= known, query
 
 
-def test_names_of_vllm_are_its_own(page: Page) -> None:
+def test_metrics_named_as_vllms_exist_in_vllm(page: Page) -> None:
     families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in page if name.startswith("vllm:")}
     assert families == OF_VLLM
 

@@ -48,7 +48,7 @@ def records(log: Path) -> list[TrafficRecord]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
-def test_nothing_is_changed_on_either_way_and_the_record_says_what_was_served(
+def test_requests_and_responses_pass_unchanged_and_are_recorded(
     engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     log = tmp_path / "log"
@@ -80,7 +80,7 @@ def test_nothing_is_changed_on_either_way_and_the_record_says_what_was_served(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
-def test_with_text_ids_are_asked_for_and_kept(
+def test_with_text_token_ids_are_requested_and_logged(
     engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     engine.usage_asked_only = True
@@ -97,9 +97,7 @@ def test_with_text_ids_are_asked_for_and_kept(
     assert record.accepted == 3
 
 
-def test_what_is_not_logged_passes_unchanged_and_is_counted(
-    engine: ScriptedEngine, direct: str, tmp_path: Path
-) -> None:
+def test_unlogged_requests_pass_unchanged_and_are_counted(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
     body = json.dumps({**PROMPT, "n": 2}).encode()
     with running_gateway(tmp_path, direct, text=True) as url:
         assert post(url, body).content == post(direct, body).content
@@ -144,7 +142,7 @@ def test_a_client_that_leaves_ends_its_request_there(engine: ScriptedEngine, dir
     assert [record.finish for record in records(tmp_path)] == ["cancelled", "cancelled"]
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(
+def test_a_client_that_does_not_read_delays_no_other(
     engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sent = 0
@@ -174,7 +172,7 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path, mo
     assert [record.finish for record in records(tmp_path)] == ["error", "error"]
 
 
-def test_streams_without_counts_are_said_once(
+def test_streams_without_counts_print_one_hint(
     engine: ScriptedEngine, direct: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine.usage_asked_only = True
@@ -252,7 +250,7 @@ def test_a_conversation_stays_at_its_arm_and_arms_change_while_it_runs(direct: s
     assert records(tmp_path)[-1].draft_version == "v0003"
 
 
-def test_above_a_number_in_flight_the_engine_without_a_draft_is_asked(direct: str, tmp_path: Path) -> None:
+def test_above_a_number_in_flight_the_engine_without_a_draft_serves(direct: str, tmp_path: Path) -> None:
     plain = ScriptedEngine("plain")
     with running_app(plain.app()) as without, running_gateway(tmp_path, direct, plain=without, shed_above=1) as url:
         assert post(url, PROMPT).json()["id"] == "cmpl-a"
@@ -262,7 +260,7 @@ def test_above_a_number_in_flight_the_engine_without_a_draft_is_asked(direct: st
     assert {record.arm for record in records(tmp_path)} == {"a", "plain"}
 
 
-def test_hostile_clients_harm_nobody(direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_clients_harm_no_other(direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
     post_line = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

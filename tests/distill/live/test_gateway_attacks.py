@@ -45,7 +45,7 @@ def is_cut_off(connection: socket.socket, piece: bytes, pause: float = 0.0) -> b
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("page", PAGES)
-def test_what_surrounds_a_body_has_an_end(direct: str, tmp_path: Path, page: str, key: str | None) -> None:
+def test_trailers_and_chunk_extensions_are_bounded(direct: str, tmp_path: Path, page: str, key: str | None) -> None:
     begin = f"{page} HTTP/1.1\r\nhost: x\r\n".encode() + CHUNKED
     with running_gateway(tmp_path, direct, key=key) as url:
         assert is_cut_off(connected(url, begin + b"0\r\n"), b"a:\r\n" * 4096), "trailers"
@@ -152,20 +152,20 @@ def test_each_pipelined_request_leaves_its_record(engine: ScriptedEngine, direct
 @pytest.mark.parametrize(
     "line", [b"POST http://elsewhere/v1/completions", b"CONNECT elsewhere:80", b"CONNECT /x", b"OPTIONS *"]
 )
-def test_only_paths_are_asked_of_an_engine(engine: ScriptedEngine, direct: str, tmp_path: Path, line: bytes) -> None:
+def test_only_paths_are_forwarded(engine: ScriptedEngine, direct: str, tmp_path: Path, line: bytes) -> None:
     before = len(engine.asked)
     with running_gateway(tmp_path, direct) as url:
         assert heard(connected(url, line + b" HTTP/1.1\r\nhost: x\r\n\r\n"))[9:12] == b"400"
     assert len(engine.asked) == before
 
 
-def test_a_request_that_turns_out_to_be_no_http_is_no_fault_of_ours(direct: str, tmp_path: Path) -> None:
+def test_invalid_chunks_are_a_400_and_no_fault(direct: str, tmp_path: Path) -> None:
     with running_gateway(tmp_path, direct) as url:
         assert heard(connected(url, POST + CHUNKED + b"no size\r\n"))[9:12] == b"400"
         assert metric(url, "unhandled") == 0
 
 
-def test_what_is_sent_after_a_request_that_is_being_answered_starts_no_clock(
+def test_bytes_after_a_request_in_progress_start_no_clock(
     engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)

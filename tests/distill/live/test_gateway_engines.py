@@ -23,12 +23,12 @@ def ask(url: str, body: bytes = b'{"prompt":"p"}', **headers: str) -> httpx.Resp
     return HTTP.post(f"{url}/v1/completions", content=body, headers=headers)
 
 
-def test_what_an_engine_says_beyond_its_answer_reaches_no_other_client(tmp_path: Path) -> None:
+def test_bytes_beyond_an_answer_reach_no_other_client(tmp_path: Path) -> None:
     with raw_engine(answer(WHOLE) + answer(b"of another")) as (engine, _), running_gateway(tmp_path, engine) as url:
         assert [ask(url).content for _ in range(3)] == [WHOLE] * 3
 
 
-def test_what_is_of_one_connection_or_of_the_gateway_stays_there(tmp_path: Path) -> None:
+def test_headers_of_a_connection_or_of_the_gateway_are_not_forwarded(tmp_path: Path) -> None:
     own = b"Connection: x-hop, keep-alive\r\nX-Hop: 1\r\nx-understudy-id: forged\r\nx-kept: 2\r\n"
     with raw_engine(answer(WHOLE, own)) as (engine, heads), running_gateway(tmp_path, engine) as url:
         found = ask(url, connection="close, X-Mine", **{"x-mine": "1", "x-understudy-slice": "s"})
@@ -64,7 +64,7 @@ def test_numbers_beyond_all_numbers_pass(tmp_path: Path, body: bytes, counts: di
     assert [(record.response_tokens, record.drafted) for record in read_traffic(tmp_path).records] == [(2, None)]
 
 
-def test_nobody_takes_the_place_of_anothers_record(tmp_path: Path) -> None:
+def test_callers_cannot_reuse_the_record_id_of_another(tmp_path: Path) -> None:
     with raw_engine(answer(WHOLE)) as (engine, _), running_gateway(tmp_path, engine) as url:
         callers = [{"authorization": "Bearer a"}, {"authorization": "Bearer b"}, {}]
         told = [ask(url, **{"x-request-id": "one", **caller}).headers["x-understudy-id"] for caller in callers]

@@ -27,7 +27,7 @@ def ask_on(url: str, client: int, whole: list[str]) -> None:
                 return
 
 
-def test_after_kill_9_nobody_has_a_whole_response_without_its_record(tmp_path: Path) -> None:
+def test_after_kill_9_every_complete_response_has_its_record(tmp_path: Path) -> None:
     whole: list[str] = []
     with running_app(ScriptedEngine().app()) as engine:
         with gateway_process(engine, tmp_path) as (child, url):

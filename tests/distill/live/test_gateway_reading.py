@@ -49,7 +49,7 @@ def test_a_stream_says_the_same_in_any_pieces(cuts: list[int], keep_ids: bool) -
     assert (tap.counts.accepted, tap.counts.drafted, tap.counts.blocks) == (3, 6, 2)
 
 
-def test_other_engines_counts_and_what_is_no_answer() -> None:
+def test_counts_of_other_engines_and_invalid_answers() -> None:
     llama = Tap(stream=True, keep_ids=False)
     llama.feed(b'data: {"choices":[{"finish_reason":"length"}],"timings":{"draft_n":8,"draft_n_accepted":5}}\n\n')
     llama.end()
@@ -71,7 +71,7 @@ def read(more: dict[str, Any], path: str = "/v1/completions", **settings: Any) -
     return read_request(path, {}, body, GatewayOptions("", Path(), **settings))
 
 
-def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> None:
+def test_sampling_is_unknown_if_one_setting_is_the_engines_default() -> None:
     said = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0}
     assert read({**said, "max_tokens": 5}).sampling == {**said, "max_tokens": 5}
     assert read({"temperature": 0.7, "top_p": 0.9}).sampling is None
@@ -107,7 +107,7 @@ def test_sampling_is_known_only_where_nothing_is_the_engines_own_default() -> No
         ({"tool_choice": "required"}, True),
     ],
 )
-def test_what_stands_between_the_target_and_its_text_is_marked(more: dict[str, Any], constrained: bool) -> None:
+def test_constraints_are_marked(more: dict[str, Any], constrained: bool) -> None:
     asked = read(more)
     assert (asked.why_not, asked.constrained) == ("", constrained)
 
@@ -126,11 +126,11 @@ def test_what_stands_between_the_target_and_its_text_is_marked(more: dict[str, A
         ({}, "embeddings", "path"),
     ],
 )
-def test_what_cannot_be_logged_faithfully_is_not_logged(more: dict[str, Any], path: str, reason: str) -> None:
+def test_requests_that_cannot_be_logged_faithfully_are_not_logged(more: dict[str, Any], path: str, reason: str) -> None:
     assert read(more, f"/v1/{path}", text=True).why_not == reason
 
 
-def test_a_conversation_is_known_by_its_first_user_message() -> None:
+def test_a_conversation_is_identified_by_its_first_user_message() -> None:
     def talk(*turns: str) -> bytes:
         roles = ["system", "user", "assistant", "user"]
         messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]

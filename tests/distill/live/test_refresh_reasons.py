@@ -58,7 +58,7 @@ A_DAY = [
 ]
 
 
-def test_payback_is_what_a_hand_finds() -> None:
+def test_payback_equals_a_hand_calculation() -> None:
     # A token takes 0.015 / tau seconds; from tau 1.5 to 2 that saves 0.015 x (1 / 1.5 - 1 / 2) = 0.0025 s, 2.5 s a day.
     found = payback(COSTS, A_DAY, 1.5, 0.5, seconds=5.0, days=2.5)
     assert found.sentence.startswith("payback: 1,000 tokens and 2 requests a day, 1.0 in flight, 15.00 ms per block")
@@ -72,7 +72,7 @@ def test_payback_is_what_a_hand_finds() -> None:
 
 
 @pytest.mark.parametrize(("costs", "gain"), [(None, 0.5), (COSTS, 0.0), (COSTS, -0.2)])
-def test_what_saves_nothing_is_never_paid_back(costs: Costs | None, gain: float) -> None:
+def test_without_savings_there_is_no_payback(costs: Costs | None, gain: float) -> None:
     found = payback(costs, A_DAY, 1.5, gain, 5.0, 1e9)
     assert not found.holds
     json.dumps(found.record(), allow_nan=False)
@@ -85,7 +85,7 @@ def test_requests_in_flight_are_counted_while_there_are_any() -> None:
     assert concurrency(records[3:]) == 1.0
 
 
-def test_greedy_text_is_told_from_text_that_was_mixed_up(tiny_run: Path, tmp_path: Path) -> None:
+def test_greedy_text_differs_from_text_that_was_mixed_up(tiny_run: Path, tmp_path: Path) -> None:
     store = Store(tiny_run / "responses" / "heldout-greedy")
     rows = store.read()
     mixed_up = [
@@ -177,7 +177,7 @@ def test_slices_too_small_to_be_certain_go_together(sizes: dict[str, int], looks
         ({}, {"approve": "Ann", "dry_run": True}, r"--dry-run publishes nothing"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_done(
+def test_bad_input_is_refused_before_anything_is_done(
     tiny_run: Path, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     target = json.loads((tiny_run / "target.json").read_text())["path"]
@@ -227,7 +227,7 @@ def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("outcome", "name"), [("not needed", "v0001"), ("published", "v0002")])
-def test_an_ended_refresh_of_another_version_of_ours_is_in_nobodys_way(tmp_path: Path, outcome: str, name: str) -> None:
+def test_an_ended_refresh_does_not_block_a_new_one(tmp_path: Path, outcome: str, name: str) -> None:
     ended = tmp_path / "tiny-refresh-v0001"
     ended.mkdir()
     (ended / "refresh.json").write_text(json.dumps({"stage": outcome, "parent": "v0001"}))

@@ -247,7 +247,7 @@ def test_killed_on_its_way_back_it_goes_on_back(options: RolloutOptions, tmp_pat
     assert all_is_back(options)
 
 
-def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
+def test_back_undoes_an_unfinished_rollout(options: RolloutOptions, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no rollout of .*support is in progress"):
         rollout(replace(options, back=True))
     kill_behind("comparing", options, tmp_path)
@@ -260,7 +260,7 @@ def test_back_is_asked_for(options: RolloutOptions, tmp_path: Path) -> None:
     assert all_is_back(options)
 
 
-def test_after_a_rollback_the_engine_of_the_earlier_rollout_is_still_ours(options: RolloutOptions) -> None:
+def test_after_a_rollback_the_engine_of_the_earlier_rollout_is_still_managed(options: RolloutOptions) -> None:
     with running_traffic(traffic_of(options, steady(0.8))):
         assert rollout(options) == 0
     (first,) = engines_of(options)
@@ -405,7 +405,7 @@ def test_an_engine_that_is_healthy_and_hangs_has_died(
     assert all_is_back(options)
 
 
-def test_a_gateway_that_reads_no_arms_is_told_of(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_ignores_arms_is_an_error(options: RolloutOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEED_SECONDS", 0.1)
     traffic = traffic_of(options, steady(0.8))
     traffic.heeds = False
@@ -444,7 +444,7 @@ def test_a_forged_line_is_named_and_the_old_engine_gets_the_traffic(options: Rol
     ],
     ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
 )
-def test_what_is_refused(options: RolloutOptions, change: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(options: RolloutOptions, change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
         rollout(replace(options, **change))
     assert says in str(refused.value)

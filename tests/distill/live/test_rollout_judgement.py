@@ -59,7 +59,7 @@ def engine(
         ({"rate": 0.7, "gamma": 2.0}, {"gate": GateGain(4, 1.0, 1.2)}, "on", "more"),
     ],
 )
-def test_a_comparison(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
+def test_decisions_while_comparing(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
     rng = np.random.default_rng(0)
     old, found = engine(rng, 600, 0.6), engine(rng, 150, **new)
     decision = compare(found, old, replace(CRITERIA, **criteria))
@@ -80,7 +80,7 @@ def test_a_comparison(new: dict[str, Any], criteria: dict[str, Any], action: str
         ({"rate": 0.6, "errors": 1}, {}, "on", "difference"),
     ],
 )
-def test_what_is_watched(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
+def test_decisions_while_watching(new: dict[str, Any], criteria: dict[str, Any], action: str, says: str) -> None:
     rng = np.random.default_rng(1)
     decision = watch(engine(rng, 300, **new), engine(rng, 900, 0.6), replace(CRITERIA, **criteria))
     assert decision.action == action
@@ -111,13 +111,13 @@ def test_silence_is_an_error_and_a_client_that_left_is_none() -> None:
 
 
 @pytest.mark.parametrize("judge", [compare, watch])
-def test_of_nothing_nothing_is_said(judge: Any) -> None:
+def test_without_requests_a_rollout_waits(judge: Any) -> None:
     decision = judge(Served(), Served(), CRITERIA)
     assert decision.action == "wait"
     assert decision.interval == (-1.0, 1.0)
 
 
-def test_what_is_counted() -> None:
+def test_tally_counts_requests_and_conversations() -> None:
     record = TrafficRecord(
         "a",
         1.0,

@@ -63,7 +63,7 @@ def own_run(tmp_path: Path, tiny_run: Path) -> Path:
     return run
 
 
-def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
+def test_a_run_trains_from_an_export_without_decoding_its_responses_again(
     tmp_path: Path, own_run: Path, tiny_config: Path, without_verdict: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distill import train
@@ -106,7 +106,7 @@ def test_a_run_trains_from_an_export_and_asks_the_target_nothing_that_is_known(
     assert answered >= {prompt.prompt_id for prompt in StoredPrompts(tmp_path / "may" / PROMPT_FILES[1])}
 
 
-def test_what_the_run_holds_out_and_what_it_learnt_keep_their_side(tmp_path: Path, own_run: Path) -> None:
+def test_held_out_and_trained_prompts_of_the_run_keep_their_side(tmp_path: Path, own_run: Path) -> None:
     records = traffic_of(own_run, 40)
     held, learnt = (StoredPrompts(own_run / name)[0].prompt_ids for name in PROMPT_FILES[::-1])
     records = [record_of(-1, time=0.0, prompt_ids=held, target_version=records[0].target_version), *records]
@@ -137,7 +137,7 @@ def test_an_export_that_makes_no_sense_is_refused(tmp_path: Path, own_run: Path)
     assert "already exists" in said(log, own_run, tmp_path / "there")
 
 
-def test_forgetting_reaches_what_repeats_a_request(tmp_path: Path, own_run: Path) -> None:
+def test_forgetting_removes_text_that_repeats_a_request(tmp_path: Path, own_run: Path) -> None:
     records = traffic_of(own_run, 30)
     first = records[3].prompt_ids or ()
     records[4] = dataclasses.replace(records[4], conversation="a" * 64)
@@ -178,7 +178,7 @@ def test_an_export_during_which_requests_are_forgotten_is_given_up(
     assert not list(tmp_path.glob(".may*"))
 
 
-def test_show_counts_what_came_and_what_was_accepted(tmp_path: Path) -> None:
+def test_show_counts_requests_and_accepted_tokens(tmp_path: Path) -> None:
     old = [record_of(number, prompt_ids=None, response_ids=None) for number in range(20)]
     new = [record_of(number, draft_version="v0002", slice="chat", accepted=1) for number in range(20, 40)]
     odd = [record_of(39, id="odd", constrained=True, slice="chat", draft_version="v0002")]

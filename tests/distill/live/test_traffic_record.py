@@ -70,12 +70,12 @@ def test_a_line_is_read_as_it_was_written() -> None:
         ({"authorization": "Bearer x"}, "authorization"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+def test_invalid_records_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(RecordError, match=rf"^{field}[.:]"):
         from_line(forged(**changes))
 
 
-def test_what_a_gate_or_a_grammar_does_is_no_forgery() -> None:
+def test_fewer_or_more_tokens_than_accepted_are_valid() -> None:
     # A gate emits fewer tokens than were accepted, and steps without drafts emit more.
     for tokens in (3, 30):
         assert from_line(forged(response_tokens=tokens, response_ids=None)).response_tokens == tokens
@@ -89,7 +89,7 @@ def test_one_flipped_bit_is_seen(place: int, bit: int) -> None:
         from_line(bytes(line))
 
 
-def test_the_directory_is_its_owners_and_its_secret_stays(tmp_path: Path) -> None:
+def test_the_directory_is_private_and_its_secret_stays(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     salt = prepare_directory(folder)
     assert prepare_directory(folder) == read_salt(folder) == salt

@@ -126,7 +126,7 @@ def test_a_disk_that_hangs_fills_a_bounded_queue(tmp_path: Path, monkeypatch: py
     assert writer.dropped == 1
 
 
-def test_what_was_forgotten_within_one_tick_of_the_clock_is_never_written(tmp_path: Path) -> None:
+def test_requests_forgotten_within_one_clock_tick_are_not_written(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path)
     for name in ("a", "b"):
         forget(tmp_path, [name])
@@ -163,7 +163,7 @@ def test_a_request_that_was_in_flight_when_it_was_forgotten_leaves_no_text_in_la
     assert from_line(line + b"\n") == second.without_text(), "on the disk itself"
 
 
-def test_what_cannot_be_its_file_is_named_or_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_no_log_files_are_ignored_or_refused(tmp_path: Path) -> None:
     LogWriter(tmp_path).close()
     (tmp_path / "log-notes.jsonl").write_text("mine")
     writer = LogWriter(tmp_path)

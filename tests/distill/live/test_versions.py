@@ -57,7 +57,7 @@ def test_a_killed_export_leaves_no_version(tiny_run: Path, tmp_path: Path, monke
     assert list_versions(tmp_path) == history(tmp_path) == []
 
 
-def test_current_moves_by_a_link_and_is_told(tmp_path: Path) -> None:
+def test_current_is_a_link_and_its_moves_are_in_the_history(tmp_path: Path) -> None:
     assert current_version(tmp_path) is None
     write_version(tmp_path, "v0001", None)
     write_version(tmp_path, "v0002", "v0001")
@@ -82,7 +82,7 @@ def test_one_version_waits_until_it_is_served_or_rejected(tmp_path: Path) -> Non
     assert waiting_version(tmp_path) is None
 
 
-def test_what_is_needed_stays(tmp_path: Path) -> None:
+def test_versions_in_use_are_not_pruned(tmp_path: Path) -> None:
     for number in range(1, 7):
         write_version(tmp_path, f"v{number:04d}", f"v{number - 1:04d}" if number > 1 else None)
     make_current(tmp_path, "v0004", "Ann")
@@ -112,7 +112,7 @@ def test_pruning_that_was_killed_leaves_no_half_version(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*v0001*")), "what was left is gone too"
 
 
-def test_a_killed_switch_is_told_when_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_switch_completes_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_version(tmp_path, "v0001", None)
 
     def killed(*_: object) -> None:
@@ -126,7 +126,7 @@ def test_a_killed_switch_is_told_when_it_is_asked_again(tmp_path: Path, monkeypa
     assert [event["event"] for event in history(tmp_path)] == ["current"]
 
 
-def test_what_is_no_version_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_version_is_refused(tmp_path: Path) -> None:
     write_version(tmp_path, "v0001", None)
     (tmp_path / "v0001").rename(tmp_path / "v0009")
     with pytest.raises(UserError, match="v0009: not a draft version"):
