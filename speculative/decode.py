@@ -148,7 +148,7 @@ def check_prompts(
     target: PreTrainedModel, drafter: Drafter | None, prompts: Sequence[Prompt], settings: DecodeSettings
 ) -> None:
     """Raise UserError with the first prompt that cannot be decoded with this budget, and the reason."""
-    known, max_tokens = vocab_rows(target), settings.max_tokens
+    rows, max_tokens = vocab_rows(target), settings.max_tokens
     context, name = context_of(target, drafter)
     for prompt in prompts:
         paired = isinstance(prompt, tuple) and len(prompt) == 2
@@ -157,9 +157,9 @@ def check_prompts(
         key, ids = prompt
         if len(ids) == 0:
             raise UserError(f"prompt {key!r} is empty: give at least one token (for example the BOS token)")
-        if min(ids) < 0 or max(ids) >= known:
+        if min(ids) < 0 or max(ids) >= rows:
             wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise UserError(f"prompt {key!r} has token id {wrong} but the target knows ids 0..{known - 1}")
+            raise UserError(f"prompt {key!r} has token id {wrong} but the target knows ids 0..{rows - 1}")
         if context is None or len(ids) + (1 if settings.fit_context else max_tokens) <= context:
             continue
         if settings.fit_context:
@@ -268,14 +268,14 @@ class _Call:
             free = list(range(self.rows))
             while True:
                 yield from self._seated(loop, free, waiting)
-                kept = [row for row, place in enumerate(self.seats) if place is not None]
-                if not kept:
+                seated = [row for row, place in enumerate(self.seats) if place is not None]
+                if not seated:
                     break
                 # A recorded graph holds the addresses of its buffers, so its rows cannot be compacted.
-                if self.runner in UNRECORDED and len(kept) <= len(self.seats) / 2:
-                    loop.keep(kept)
-                    policy.keep(kept)
-                    self.seats = [self.seats[row] for row in kept]
+                if self.runner in UNRECORDED and len(seated) <= len(self.seats) / 2:
+                    loop.keep(seated)
+                    policy.keep(seated)
+                    self.seats = [self.seats[row] for row in seated]
                 if self.target.training or (self.draft_model is not None and self.draft_model.training):
                     ending.enter_context(in_eval_mode(self.target, self.draft_model))  # another call of them has ended
                 with torch.no_grad():

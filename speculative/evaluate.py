@@ -237,27 +237,27 @@ def decode_live(
     """Decode these prompts with the draft and replay the text that comes out. Raises UserError for everything that `decode` refuses."""
     asked = [(one.key, one.prompt_ids) for one in prompts]
     responses, _ = decode(target, draft.drafter(), asked, settings, batch_size=batch_size)
-    found = [LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses]
+    sums_of = [LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses]
     if _has_law(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         predicted_N, variance_N = predicted_blocks(own, settings.rule, settings.gamma)
-        for sums, predicted, variance in zip(found, predicted_N.tolist(), variance_N.tolist(), strict=True):
+        for sums, predicted, variance in zip(sums_of, predicted_N.tolist(), variance_N.tolist(), strict=True):
             sums.predicted, sums.variance = predicted, variance
-    return found
+    return sums_of
 
 
 def live_check(sums: Sequence[LiveSums]) -> LiveCheck:
     """Join decoded responses. Each prompt was decoded once."""
-    tokens_N, blocks_N = (np.array([getattr(one, name) for one in sums]) for name in ("tokens", "blocks"))
-    tau, tau_ci = ratio_with_interval(tokens_N, blocks_N, [one.key for one in sums])
-    predicted_N = [one.predicted for one in sums if one.predicted is not None]
-    variance_N = [one.variance for one in sums if one.variance is not None]
+    tokens_N, blocks_N = (np.array([getattr(item, name) for item in sums]) for name in ("tokens", "blocks"))
+    tau, tau_ci = ratio_with_interval(tokens_N, blocks_N, [item.key for item in sums])
+    predicted_N = [item.predicted for item in sums if item.predicted is not None]
+    variance_N = [item.variance for item in sums if item.variance is not None]
     return LiveCheck(
         prompts=len(sums),
         tokens=int(tokens_N.sum()),
         tau=tau,
         tau_ci=tau_ci,
-        accepted_per_drafted=sum(one.accepted for one in sums) / max(1, sum(one.drafted for one in sums)),
+        accepted_per_drafted=sum(item.accepted for item in sums) / max(1, sum(item.drafted for item in sums)),
         replay=agreement(predicted_N, variance_N, blocks_N.tolist()) if predicted_N else None,
     )
 
@@ -328,14 +328,14 @@ def judge(
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         check = agreement_of(own, settings.rule, [response.blocks for response in responses], settings.gamma)
     warnings = (agreement_warning(check), *speed_warnings(target, draft.model))
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         **live_metrics(responses, settings.gamma),
         "domains": domains,
         "live": True,
         "replay_check": check,
         "warnings": [warning for warning in dict.fromkeys(warnings) if warning],
     }
-    return result.model_copy(update=found), responses
+    return result.model_copy(update=numbers), responses
 
 
 def one_per_prompt(heldout: Sequence[HeldoutResponse]) -> list[HeldoutResponse]:

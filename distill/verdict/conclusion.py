@@ -144,15 +144,15 @@ def _token_view(evidence: Evidence, target: Target) -> TokenView:
 
 def _drafts(run: Path, served: Sequence[str], target: Target, first: Judgement, best: Judgement) -> list[NamedDraft]:
     """The undistilled draft, the served ones that the config names and the distilled one."""
-    found = []
+    drafts = []
     for name, record in ((UNDISTILLED, first), (DRAFT, best)):
         path = str(step_folder(run, record.step or 0) / STUDENT)
-        found.append(NamedDraft(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
+        drafts.append(NamedDraft(name, path, record.step, Draft(as_exported(load_model(name, path), target))))
     for number, path in enumerate(served, start=1):
         draft = Draft(served_draft(path, target))
         name = SERVED if number == 1 else f"{SERVED} {number}, {Path(path).name}"
-        found.insert(number, NamedDraft(name, path, None, draft))
-    return found
+        drafts.insert(number, NamedDraft(name, path, None, draft))
+    return drafts
 
 
 def findings_of(
@@ -257,11 +257,11 @@ def serve_commands(
     facts = gather_facts(target.side, student, draft, sampling=sampling, plain_loads=loads, **served)
     return [
         ServeCommand(
-            engine=one.engine,
-            ok=one.ok,
-            language=one.language,
-            note=one.rule_note,
-            command=with_places(one.command, one.language, draft, facts.target),
+            engine=check.engine,
+            ok=check.ok,
+            language=check.language,
+            note=check.rule_note,
+            command=with_places(check.command, check.language, draft, facts.target),
         )
-        for one in check_all(facts)
+        for check in check_all(facts)
     ]

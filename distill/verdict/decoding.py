@@ -75,25 +75,31 @@ class Decoding:
         if self.run is None:
             return _decoded(target, draft, prompts, settings, batch_size, log)
         order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index][1]), prompts[index][0]))
-        asked = [prompts[index] for index in order]
-        size = min(batch_size, max(DECODED_TOGETHER, math.ceil(len(asked) / GROUPS)))
-        named = (size, log is not None, draft and (model_fingerprint(draft.model), draft.drafting), asked, settings)
+        sorted_prompts = [prompts[index] for index in order]
+        size = min(batch_size, max(DECODED_TOGETHER, math.ceil(len(sorted_prompts) / GROUPS)))
+        named = (
+            size,
+            log is not None,
+            draft and (model_fingerprint(draft.model), draft.drafting),
+            sorted_prompts,
+            settings,
+        )
         job = Job(
             f"verdict-{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}",
             (one.path, one.draft.drafting) if one is not None else None,
-            [asked[place : place + size] for place in range(0, len(asked), size)],
+            [sorted_prompts[place : place + size] for place in range(0, len(sorted_prompts), size)],
             settings,
             size,
             log is not None,
         )
-        found = self._dealt(self.run, self.run.seen(lambda: job), lambda: (target, draft))
+        responses = self._dealt(self.run, self.run.seen(lambda: job), lambda: (target, draft))
         if log is not None:
             with ProposalLog(log) as whole:
                 for index in range(len(job.groups)):
                     part = _log_of(self.run, job, index)
                     self.run.await_seen(part.exists, part)
                     whole.add_file(part)
-        return [response for _, response in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+        return [response for _, response in sorted(zip(order, responses, strict=True), key=lambda pair: pair[0])]
 
     def take_part(self) -> None:
         """Every other rank: decode a share of what the main process asks for, until its `end`."""
@@ -124,12 +130,12 @@ class Decoding:
             index, group = piece
             target, draft = pair()
             log = _log_of(run, job, index) if job.logs else None
-            return [asdict(one) for one in _decoded(target, draft, group, job.settings, job.batch_size, log)]
+            return [asdict(response) for response in _decoded(target, draft, group, job.settings, job.batch_size, log)]
 
         # Where ranks share a target, only the main process has memory for all of it.
         alone = run.config.target.shard
         found = run.dealt(run.folder / JUDGING, job.name, list(enumerate(job.groups)), work, alone)
-        return [Response(**one) for part in found for one in part]
+        return [Response(**response) for part in found for response in part]
 
 
 def _decoded(

@@ -87,25 +87,25 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
 
     ``log``: for the proposals of the last candidate.
     """
-    own, drafts = scored.scores[setup.rule], scored.drafts
+    scores, drafts = scored.scores[setup.rule], scored.drafts
     judged: dict[str, Judgement] = {}
     responses: list[Response] = []
-    for one in drafts:
+    for draft in drafts:
         decoded = functools.partial(
             setup.decoding,
             target.model,
-            one,
+            draft,
             settings=setup.settings,
             batch_size=setup.judge.batch_size,
-            log=log if one is drafts[-1] else None,
+            log=log if draft is drafts[-1] else None,
         )
         record, responses = judge(
-            target.model, one.draft, setup.frozen, setup.settings, scores=own[one.name], decoded=decoded
+            target.model, draft.draft, setup.frozen, setup.settings, scores=scores[draft.name], decoded=decoded
         )
-        judged[one.name] = record.model_copy(update={"step": one.step})
+        judged[draft.name] = record.model_copy(update={"step": draft.step})
     ways, best = ways_of(setup, target.model, scored), drafts[-1].name
-    lossy = [one.name for one in ways if not one.lossless]
-    picked = [best, LOOKUP_DRAFT, *(one.name for one in scored.others), *setup.judge.ways, *lossy]
+    lossy = [draft.name for draft in ways if not draft.lossless]
+    picked = [best, LOOKUP_DRAFT, *(draft.name for draft in scored.others), *setup.judge.ways, *lossy]
     with cpu_threads(setup.judge.speed_threads):
         timing, unclocked = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
         loads = time_at_loads(setup, target.model, scored, timing)
@@ -132,26 +132,26 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     """
     if not setup.judge.load:
         return Loads()
-    best, own = scored.drafts[-1], scored.scores[setup.rule]
+    best, scores = scored.drafts[-1], scored.scores[setup.rule]
     context, _ = context_of(target, best.draft.drafter())
     room = SEARCHED_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
-    known = scored_gammas(own[best.name], range(SEARCHED_GAMMA + 1))[-1]
+    known = scored_gammas(scores[best.name], range(SEARCHED_GAMMA + 1))[-1]
     most = max(setup.gamma, min(SEARCHED_GAMMA, room, known))
     costs, warnings = _costs_at_loads(setup, target, best, context, most)
     costs = [scored.costs[best.name], *costs]
     gammas = range(1, most + 1)
-    blocks_G = expected_blocks_of(own[best.name], setup.rule, gammas).sum(0)
+    blocks_G = expected_blocks_of(scores[best.name], setup.rule, gammas).sum(0)
     taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
-    behind = next(one for one in (*scored.others, *scored.drafts) if one.name == first[LOOKUP_DRAFT].behind)
+    behind = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].behind)
     timings = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
     of_one = (first[best.name].gamma if best.name in first else 0) or most
     for at_load in costs[1:]:
         ways = [
-            draft_way(setup, best.name, best.draft.drafter, own[best.name], at_load, gammas[:of_one]),
-            *free_ways(setup, target, own[behind.name], behind, at_load, gammas),
-            *(one for one in first.ways if one.blocks_N is None),
+            draft_way(setup, best.name, best.draft.drafter, scores[best.name], at_load, gammas[:of_one]),
+            *free_ways(setup, target, scores[behind.name], behind, at_load, gammas),
+            *(item for item in first.ways if item.blocks_N is None),
         ]
         held, left_out = time_at_load(setup, target, ways, at_load.batch_size, first)
         warnings += left_out
@@ -160,9 +160,9 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
             warnings += unclocked
             timings.append(held)
     measured = {
-        one.concurrency: one.speed(best.name).speed_up / roofline.speed_up(one.concurrency, gamma, taus[gamma])
-        for one in (first, *timings)
-        if best.name in one and (gamma := one[best.name].gamma) in taus
+        item.concurrency: item.speed(best.name).speed_up / roofline.speed_up(item.concurrency, gamma, taus[gamma])
+        for item in (first, *timings)
+        if best.name in item and (gamma := item[best.name].gamma) in taus
     }
     return Loads(tuple(timings), LoadCurve(roofline, taus, measured), tuple(warnings))
 

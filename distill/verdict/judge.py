@@ -87,16 +87,18 @@ class DraftJudge:
     def _replay(self, draft: Draft, text: Sequence[HeldoutResponse], rule: Rule, parts: Path, name: str) -> Judgement:
         settings = self.settings.under(rule, self.settings.gamma)
         batches = score_batches(text, draft.model)
-        batches[0] = [*(index for index, one in enumerate(text) if not one.response_ids), *batches[0]]
-        found = self.run.dealt(
+        batches[0] = [*(index for index, item in enumerate(text) if not item.response_ids), *batches[0]]
+        dealt = self.run.dealt(
             parts, name, batches, lambda batch: asdict(replay_sums(draft, [text[index] for index in batch], settings))
         )
         places = [index for batch in batches for index in batch]
         joined = {
-            key: [value for _, value in sorted(zip(places, (one for part in found for one in part[key]), strict=True))]
+            key: [
+                value for _, value in sorted(zip(places, (item for part in dealt for item in part[key]), strict=True))
+            ]
             for key in ("accepted_N", "tokens_N", "blocks_NK", "drafted_NJ", "kept_NJ")
         }
-        return judge_sums(text, settings, ReplaySums(**joined, gammas=found[0]["gammas"]))
+        return judge_sums(text, settings, ReplaySums(**joined, gammas=dealt[0]["gammas"]))
 
     def _decoded(self, draft: Draft, step: int, parts: Path) -> dict[str, Any]:
         """{live_check, warnings} of the prompts whose turn it is."""
@@ -105,28 +107,28 @@ class DraftJudge:
 
         def work(group: Sequence[HeldoutResponse]) -> dict[str, Any]:
             sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
-            return {"sums": [asdict(one) for one in sums], "slow": speed_warnings(self.target.model, draft.model)}
+            return {"sums": [asdict(item) for item in sums], "slow": speed_warnings(self.target.model, draft.model)}
 
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
         with self.target.loaded():
             found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
-        check = live_check([LiveSums(**one) for part in found for one in part["sums"]])
-        slow = dict.fromkeys(one for part in found for one in part["slow"])
+        check = live_check([LiveSums(**item) for part in found for item in part["sums"]])
+        slow = dict.fromkeys(item for part in found for item in part["slow"])
         warnings = agreement_warning(check.replay), *slow
-        return {"live_check": check.record(), "warnings": [one for one in warnings if one]}
+        return {"live_check": check.record(), "warnings": [item for item in warnings if item]}
 
     def _turn(self, step: int) -> tuple[list[list[HeldoutResponse]], str]:
         """(groups of `judge.live_prompts` prompts: at each checkpoint the next ones, until all had a turn; their digest, because parts that
         an earlier start left may be of other prompts).
         """
-        text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda one: one.key)
+        text = sorted(one_per_prompt(self.heldout[self.settings.rule]), key=lambda item: item.key)
         count = min(self.judging.live_prompts, len(text))
-        turn = self.run.seen(lambda: sum(one < step for one, _ in judged_scores(self.run.folder)))
+        turn = self.run.seen(lambda: sum(item < step for item, _ in judged_scores(self.run.folder)))
         chosen = [text[(turn * count + place) % len(text)] for place in range(count)]
-        chosen.sort(key=lambda one: (len(one.prompt_ids), one.key))
+        chosen.sort(key=lambda item: (len(item.prompt_ids), item.key))
         groups = [chosen[place : place + DECODED_TOGETHER] for place in range(0, count, DECODED_TOGETHER)]
-        return groups, hashlib.sha256(" ".join(one.key for one in chosen).encode()).hexdigest()[:12]
+        return groups, hashlib.sha256(" ".join(item.key for item in chosen).encode()).hexdigest()[:12]
 
     def _asked(self, draft: Draft, step: int, parts: Path) -> dict[str, Any]:
         """{fresh_check, warnings}: the server answers the prompts whose turn it is again, and the draft replays both responses."""
@@ -134,21 +136,24 @@ class DraftJudge:
         if self.run.main:
             server.check()
 
-        def again(one: HeldoutResponse) -> HeldoutResponse:
-            said = server.answer(one.prompt_ids, self.settings, f"{one.key} {step}")
-            return replace(one, response_ids=said.response_ids, log_target_probs=said.log_target_probs)
+        def again(response: HeldoutResponse) -> HeldoutResponse:
+            said = server.answer(response.prompt_ids, self.settings, f"{response.key} {step}")
+            return replace(response, response_ids=said.response_ids, log_target_probs=said.log_target_probs)
 
         def sums_of(texts: Sequence[HeldoutResponse]) -> list[list[float]]:
-            sums, keys = replay_sums(draft, texts, self.settings), [one.prompt for one in texts]
-            both = [sum_by_prompt(keys, np.array(own)).tolist() for own in (sums.accepted_N, sums.tokens_N)]
-            return [list(own) for own in zip(*both, strict=True)]
+            sums, keys = replay_sums(draft, texts, self.settings), [response.prompt for response in texts]
+            both = [sum_by_prompt(keys, np.array(columns)).tolist() for columns in (sums.accepted_N, sums.tokens_N)]
+            return [list(columns) for columns in zip(*both, strict=True)]
 
         def work(group: Sequence[HeldoutResponse]) -> dict[str, list[list[float]]]:
-            places = {one.prompt: place for place, one in enumerate(group)}
+            places = {response.prompt: place for place, response in enumerate(group)}
             new = [answer for _, answer in server.each(again, group)]
-            stored = [one for one in self.heldout[rule] if one.prompt in places]
+            stored = [response for response in self.heldout[rule] if response.prompt in places]
             both = {"new": new, "stored": stored}
-            return {which: sums_of(sorted(own, key=lambda one: places[one.prompt])) for which, own in both.items()}
+            return {
+                which: sums_of(sorted(columns, key=lambda response: places[response.prompt]))
+                for which, columns in both.items()
+            }
 
         found = self.run.dealt(parts, f"fresh-{digest}", groups, work)
         new, stored = (np.array([sums for part in found for sums in part[which]]) for which in ("new", "stored"))
@@ -167,18 +172,18 @@ class DraftJudge:
 
     def headline(self, record: dict[str, Any]) -> str:
         """One line: alpha and tau with intervals, and what the prompts that were decoded live gave; a warning if they disagree."""
-        own = Judgement.model_validate(record)
+        judgement = Judgement.model_validate(record)
         line = (
-            f"step {own.step:>5}  {own.rule}  alpha {own.alpha:.3f} {interval(own.alpha_ci)}  "
-            f"tau {own.tau:.2f} {interval(own.tau_ci, '.2f')} at gamma {own.gamma} by replay"
+            f"step {judgement.step:>5}  {judgement.rule}  alpha {judgement.alpha:.3f} {interval(judgement.alpha_ci)}  "
+            f"tau {judgement.tau:.2f} {interval(judgement.tau_ci, '.2f')} at gamma {judgement.gamma} by replay"
         )
-        if (check := own.live_check) is not None:
+        if (check := judgement.live_check) is not None:
             line += f"; live {check.tau:.2f} on {check.prompts} prompts ({agreement_words(check.replay, check.tokens)})"
-        if (fresh := own.fresh_check) is not None:
+        if (fresh := judgement.fresh_check) is not None:
             line += f"; alpha {fresh.alpha:.3f} on {fresh.prompts} prompts that the server answered again (z {fresh.z:+.1f})"
         if check is None and fresh is None:
             line += f"; no prompt decoded live (judge.live: {self.judging.live})"
-        return "\n  warning: ".join((line, *own.warnings))
+        return "\n  warning: ".join((line, *judgement.warnings))
 
 
 def require_served(paths: Sequence[str], target: Target, longest: int) -> None:

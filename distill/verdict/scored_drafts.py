@@ -75,13 +75,13 @@ def score_all(setup: JudgingSetup, drafts: Sequence[NamedDraft]) -> dict[Rule, d
     """One pass of every draft over every text."""
     return {
         rule: {
-            one.name: score_tokens(
-                one.draft.model,
+            draft.name: score_tokens(
+                draft.draft.model,
                 text,
                 setup.settings.under(rule, 0).sampling,
-                offsets=one.draft.offsets(setup.gamma),
+                offsets=draft.draft.offsets(setup.gamma),
             )
-            for one in drafts
+            for draft in drafts
         }
         for rule, text in setup.texts.items()
     }
@@ -124,21 +124,21 @@ def ways_of(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts) 
 
     The draft after the lookup is the variant of the draft in setup that needs the fewest target steps.
     """
-    own, best = scored.scores[setup.rule], scored.drafts[-1]
-    found = {
-        one.name: draft_way(setup, one.name, one.draft.drafter, own[one.name], scored.costs[one.name])
-        for one in (*scored.drafts, *scored.others)
+    scores, best = scored.scores[setup.rule], scored.drafts[-1]
+    ways = {
+        draft.name: draft_way(setup, draft.name, draft.draft.drafter, scores[draft.name], scored.costs[draft.name])
+        for draft in (*scored.drafts, *scored.others)
     }
 
-    def steps(one: NamedDraft) -> float:
-        way = found[one.name]
+    def steps(draft: NamedDraft) -> float:
+        way = ways[draft.name]
         assert way.blocks_N is not None
-        return float(way.blocks_N.sum()) * scored.costs[one.name].block_price(way.gamma)
+        return float(way.blocks_N.sum()) * scored.costs[draft.name].block_price(way.gamma)
 
     behind = min((best, *scored.others), key=steps)
-    free = free_ways(setup, target, own[behind.name], behind, scored.costs[behind.name])
-    lossy = lossy_ways(setup, target, best, own[best.name], scored.costs[best.name])
-    return [*found.values(), *free, *live_ways(setup.judge.ways, target, best.draft), *lossy]
+    free = free_ways(setup, target, scores[behind.name], behind, scored.costs[behind.name])
+    lossy = lossy_ways(setup, target, best, scores[best.name], scored.costs[best.name])
+    return [*ways.values(), *free, *live_ways(setup.judge.ways, target, best.draft), *lossy]
 
 
 def free_ways(
@@ -163,13 +163,13 @@ def costs_of(setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[Name
     """Stage times of every candidate at a typical length of the text; drafts of the same shape are measured once."""
     by_shape: dict[Any, StepCosts] = {}
     costs, typical = {}, typical_length(setup.frozen)
-    for one in reversed(drafts):
-        shape = one.draft.shape
+    for draft in reversed(drafts):
+        shape = draft.draft.shape
         if shape not in by_shape:
-            context = min(setup.context, max_positions(one.draft.model.config) or setup.context)
-            timed = step_costs(setup.judge, setup.settings, target, one.draft, context, typical)
+            context = min(setup.context, max_positions(draft.draft.model.config) or setup.context)
+            timed = step_costs(setup.judge, setup.settings, target, draft.draft, context, typical)
             by_shape[shape] = timed.of_text(setup.frozen)
-        costs[one.name] = by_shape[shape]
+        costs[draft.name] = by_shape[shape]
     return costs
 
 
@@ -287,14 +287,14 @@ def past_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gam
     blocks = found_blocks(kept, gammas)
     steps_NK = found_steps(blocks, gammas, costs)
     best = first_near_best(steps_NK.sum(0))
-    own = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
+    best_blocks = Blocks(blocks.found_NK[:, best : best + 1], blocks.others_NK[:, best : best + 1])
     return Way(
         PAST,
         _maker(PAST, Parts(target, past=index)),
         gammas[best],
-        own.calls_NK[:, 0],
-        _fitted(setup, steps_NK, own),
-        found=_found(own),
+        best_blocks.calls_NK[:, 0],
+        _fitted(setup, steps_NK, best_blocks),
+        found=_found(best_blocks),
     )
 
 
@@ -318,19 +318,22 @@ def lossy_ways(
     Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
     """
     judging, frozen, ways = setup.judge, setup.frozen, []
-    greedy, asked = setup.settings.at_temperature_0(), [(one.key, one.prompt_ids) for one in one_per_prompt(frozen)]
-    own = setup.decoding(target, None, asked, greedy, judging.batch_size) if judging.lenience else []
+    greedy, prompts = (
+        setup.settings.at_temperature_0(),
+        [(item.key, item.prompt_ids) for item in one_per_prompt(frozen)],
+    )
+    alone = setup.decoding(target, None, prompts, greedy, judging.batch_size) if judging.lenience else []
     for lenience in dict.fromkeys(judging.lenience):
         rule = setup.rule.lenient(lenience)
         texts = texts_of(scores, rule)
-        excess = [np.expm1(np.maximum(-np.atleast_2d(one.costs_T.T)[0], 0.0)) for one in texts]
+        excess = [np.expm1(np.maximum(-np.atleast_2d(item.costs_T.T)[0], 0.0)) for item in texts]
         name = f"{best.name}, LOSSY lenience {lenience:g}"
         way = draft_way(setup, name, best.draft.drafter, scores, costs, texts=texts)
-        excess_N = np.array([own.sum() for own in excess])
+        excess_N = np.array([alone.sum() for alone in excess])
         distance, ends = ratio_with_interval(excess_N, setup.tokens_N, setup.keys, setup.confidence(True))
         lenient = replace(greedy, gamma=way.gamma, rule=greedy.rule.lenient(lenience))
-        ours = setup.decoding(target, best, asked, lenient, judging.batch_size)
-        differing = np.mean([one.response_ids != two.response_ids for one, two in zip(ours, own, strict=True)])
+        ours = setup.decoding(target, best, prompts, lenient, judging.batch_size)
+        differing = np.mean([item.response_ids != two.response_ids for item, two in zip(ours, alone, strict=True)])
         price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
         ways.append(replace(way, blocks_N=None, fitted_N=None, changes={"rule": rule}, price=price))
     return ways

@@ -118,13 +118,13 @@ def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[
 
     Raises UserError: the file does not exist or contains another kind of line.
     """
-    found: dict[str, str] = {}
+    references: dict[str, str] = {}
     if file is None:
         for source in sources:
             for row in load_source(source):
                 if row.reference is not None:
-                    found.setdefault(content_hash(row), row.reference)
-        return found
+                    references.setdefault(content_hash(row), row.reference)
+        return references
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -139,8 +139,8 @@ def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[
             key = reference = None
         if not isinstance(key, str) or not isinstance(reference, str):
             raise UserError(f'{file}:{number}: each line needs a text "reference" and a text "prompt" or "id"')
-        found[key] = reference
-    return found
+        references[key] = reference
+    return references
 
 
 def score_texts(

@@ -94,14 +94,14 @@ def _outcome(gain: Effects | None, timing: Timing | None, run: str | None, draft
 
 def _fast(timing: Timing, draft: str) -> str:
     speed = timing.speed(draft)
-    told = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {timing[draft].gamma}"
+    pace = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone at gamma {timing[draft].gamma}"
     if speed.interval is None:
-        return f"The draft is {told}. Too few prompts were timed to be certain: raise judge.speed_prompts."
+        return f"The draft is {pace}. Too few prompts were timed to be certain: raise judge.speed_prompts."
     if speed.interval[0] > 1.0:
-        return f"The draft pays off: {told}."
+        return f"The draft pays off: {pace}."
     if speed.interval[1] < 1.0:
-        return f"The draft does not pay off here: {told}."
-    return f"The draft does not certainly pay off here: {told}. The interval contains 1."
+        return f"The draft does not pay off here: {pace}."
+    return f"The draft does not certainly pay off here: {pace}. The interval contains 1."
 
 
 def _beside(timing: Timing, name: str, draft: str) -> str:

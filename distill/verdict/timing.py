@@ -141,7 +141,7 @@ class Timing:
             speed_up=1.0,
             how={"speed_up": "timed"},
         )
-        found = [alone]
+        measured = [alone]
         for way in self.ways:
             speed, confidence = self.speed(way.name), self.confidence(way.name)
             how: dict[str, How] = {"tau": "live", "speed_up": "timed"}
@@ -156,7 +156,7 @@ class Timing:
                 probs = [own.accept_probs(self.setup.rule) for own in scores[way.name]]
                 alpha, alpha_ci = alpha_with_interval(probs, keys, confidence)
                 how["alpha"] = "replay"
-            found.append(
+            measured.append(
                 replace(
                     alone,
                     way=way.name,
@@ -180,7 +180,7 @@ class Timing:
             replace(row, **seen, how=row.how | {key: "timed" for key, waits in seen.items() if waits})
             if (seen := self.clocked.get(row.way))
             else row
-            for row in found
+            for row in measured
         ]
 
 
@@ -206,19 +206,19 @@ def time_ways(
     """
     judging, chosen = setup.judge, _prompts_to_time(setup)
     fewest = fewest_prompts(0.95)
-    blocks = {one.name: one.calls_N for one in ways}
+    blocks = {way.name: way.calls_N for way in ways}
 
     def estimates(samples: Samples) -> SpeedEstimates:
         return SpeedEstimates(samples, setup.keys, setup.tokens_N, blocks, fewest)
 
     def still(samples: Samples) -> list[str]:
-        return worth_timing(estimates(samples), [one.name for one in ways], about)
+        return worth_timing(estimates(samples), [way.name for way in ways], about)
 
     prompts = track(chosen, "timing", transient=True)
     seconds, least = judging.speed_seconds, min(max(fewest, FEWEST_ROUNDS * ROUND), len(chosen))
     samples = race(target, ways, prompts, setup.settings, still=still, seconds=seconds, least=least)
     timed = estimates(samples)
-    counted = {one.name: timed.counted(one.name) for one in ways if one.blocks_N is None}
+    counted = {way.name: timed.counted(way.name) for way in ways if way.blocks_N is None}
     return Timing(setup, 1, tuple(ways), timed, frozenset(picked), counted, samples)
 
 

@@ -27,12 +27,12 @@ def writers(response: Response) -> list[tuple[Writer, int]]:
     draft: a drafted token that the target accepted. target: the correction after a rejected one. bonus: the target's token
     after a fully accepted block (or one that drafted nothing).
     """
-    found: list[tuple[Writer, int]] = []
+    tokens: list[tuple[Writer, int]] = []
     for block, (drafted, accepted) in enumerate(zip(response.drafted_counts, response.accepted_counts, strict=True)):
-        found += [(DRAFT, block)] * accepted
-        found.append((BONUS if accepted == drafted else TARGET, block))
+        tokens += [(DRAFT, block)] * accepted
+        tokens.append((BONUS if accepted == drafted else TARGET, block))
     # The end token or the budget cut the last block.
-    return found[: len(response.response_ids)]
+    return tokens[: len(response.response_ids)]
 
 
 def token_view(

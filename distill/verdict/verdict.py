@@ -55,7 +55,7 @@ def verdict_of(
     setup, best = evidence.setup, evidence.judged[evidence.best.name]
     costs = evidence.best_costs
     gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
-    said = conclude(evidence, gain, against_served)
+    conclusion = conclude(evidence, gain, against_served)
     repeated = repetition(setup.frozen)
     measured = [
         *judged_rows(evidence),
@@ -63,7 +63,7 @@ def verdict_of(
     ]
     limits = {str(name): most for name, most in setup.judge.latency_ms.items()} if evidence.timings else {}
     loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
-    facts = [*said.facts, *_lighter(evidence), *within(limits, loads)]
+    facts = [*conclusion.facts, *_lighter(evidence), *within(limits, loads)]
     curve = evidence.loads.curve
     return Verdict(
         format=2,
@@ -73,7 +73,7 @@ def verdict_of(
             DraftOf(way=one.name, path=one.path, step=one.step, drafting=one.draft.drafting) for one in evidence.drafts
         ],
         run={str(one.concurrency): one.to_run() for one in evidence.timings},
-        **vars(said) | {"facts": facts},
+        **vars(conclusion) | {"facts": facts},
         gain=gain,
         against_served=against_served,
         survival=best.survival,
@@ -99,16 +99,16 @@ def verdict_of(
 
 def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgement]:
     """Give each checkpoint its gain over the first one, paired by prompt on the same text; drop the sums by response."""
-    first, found = records[0].per_response, []
+    first, judgements = records[0].per_response, []
     for record in records:
-        own, told = record.per_response, record.without_sums()
+        own, plain = record.per_response, record.without_sums()
         if first is not None and own is not None and record is not records[0] and own.tokens == first.tokens:
             gains_P = sum_by_prompt(keys, np.subtract(own.accept_sums, first.accept_sums))
             tokens_P = sum_by_prompt(keys, np.array(own.tokens))
             gain = Gain(gain=float(gains_P.sum() / tokens_P.sum()), ci=ratio_interval(gains_P, tokens_P))
-            told = told.model_copy(update={"gain": gain})
-        found.append(told)
-    return found
+            plain = plain.model_copy(update={"gain": gain})
+        judgements.append(plain)
+    return judgements
 
 
 def looks_of(checkpoints: Sequence[Judgement]) -> int:
@@ -119,12 +119,12 @@ def looks_of(checkpoints: Sequence[Judgement]) -> int:
 def judged_rows(evidence: Evidence) -> list[Measured]:
     """Every draft at the judged gamma, on the held-out text and on its domains."""
     rows = []
-    for one in evidence.drafts:
-        judged = evidence.judged[one.name]
-        own = _row(evidence, one.name, judged, HELD_OUT, judged.live)
-        rows.append(_widened(evidence, own) if one is evidence.best and evidence.setup.looks > 1 else own)
+    for draft in evidence.drafts:
+        judged = evidence.judged[draft.name]
+        own = _row(evidence, draft.name, judged, HELD_OUT, judged.live)
+        rows.append(_widened(evidence, own) if draft is evidence.best and evidence.setup.looks > 1 else own)
         rows += [
-            _row(evidence, one.name, part, domain, judged.live and part.tau is not None)
+            _row(evidence, draft.name, part, domain, judged.live and part.tau is not None)
             for domain, part in judged.domains.items()
         ]
     return rows
@@ -174,12 +174,12 @@ def _effects(evidence: Evidence, against: str) -> Effects | None:
 def _lighter(evidence: Evidence) -> list[str]:
     """A sentence on how quantization changes alpha, if export.quantize is set."""
     setup, ours = evidence.setup, evidence.own_scores(evidence.best.name)
-    told = []
+    sentences = []
     for one in evidence.others:
         if one.name not in WAYS.values():
             change = effects_of(setup, evidence.own_scores(one.name), ours, setup.keys, 1).alpha
-            told.append(f"The {one.name} changes alpha by {change:+.4f} compared with the unquantized draft.")
-    return told
+            sentences.append(f"The {one.name} changes alpha by {change:+.4f} compared with the unquantized draft.")
+    return sentences
 
 
 def effects_of(

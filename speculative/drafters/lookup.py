@@ -117,12 +117,12 @@ class RowIndex:
 
     def read(self, ids: list[int]) -> None:
         """Append committed tokens, at a cost proportional to their number."""
-        known = len(self.text)
+        before = len(self.text)
         self.text += ids
         stop = len(self.text)
         for size, followers in self._followers:
             # An n-gram is added with the token that follows it, so the n-gram at the end of the text never finds itself.
-            first = max(known, size)
+            first = max(before, size)
             if first >= stop:
                 continue
             columns = [self.text[first - size + place : stop - size + place] for place in range(size)]

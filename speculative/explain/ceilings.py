@@ -79,11 +79,11 @@ def target_peaks(target: PreTrainedModel, texts: Sequence[StoredText], settings:
     probability of it: the mean of `peaks` bounds alpha under rule `greedy-draft`, and `matches` replayed give that draft's tau. Raises
     UserError when the target returns NaN or infinite logits.
     """
-    found = []
+    peaks = []
     for text, (ids_T1, probs_T1) in zip(texts, top_tokens(target, texts, 1, settings), strict=True):
         peaks_T = np.ones(len(ids_T1)) if settings.greedy else probs_T1[:, 0]
-        found.append(TargetPeaks(peaks_T, ids_T1[:, 0] == np.asarray(text.response_ids, dtype=np.int64)))
-    return found
+        peaks.append(TargetPeaks(peaks_T, ids_T1[:, 0] == np.asarray(text.response_ids, dtype=np.int64)))
+    return peaks
 
 
 def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
@@ -255,20 +255,20 @@ def draft_outlook(
     gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
     curve = rule_curve(scores, prompt_keys, rule, gammas, survival_gamma=gammas[-1])
     taus = dict(zip(gammas, curve.tau, strict=True))
-    own = [(text.by_start or text).accept_probs(rule) for text in scores]
+    probs_of = [(text.by_start or text).accept_probs(rule) for text in scores]
     ceiling_alpha, ceiling_taus = 1.0, perfect_taus(gammas)
-    best = [np.ones_like(probs) for probs in own]
+    best = [np.ones_like(probs) for probs in probs_of]
     if not rule.draws and not rule.greedy:
-        best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, own, strict=True)]
+        best = [_by_start(text.matches.astype(np.float64), probs) for text, probs in zip(peaks, probs_of, strict=True)]
         ceiling_alpha = alpha_with_interval([text.peaks for text in peaks], prompt_keys)[0]
         ceiling_taus = replay(best, gammas)
     share = closed_share(curve.alpha, ceiling_alpha)
     # The ceiling's acceptance at a share of the positions, else its own, so hard positions stay as unevenly spread.
-    closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(own, best, strict=True)]
+    closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(probs_of, best, strict=True)]
     closed_taus = replay(closed, gammas)
     both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
     if rule.joint:
-        by_token = replay(own, gammas)
+        by_token = replay(probs_of, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
     alpha = curve.alpha
     now, distilled, ceiling = (

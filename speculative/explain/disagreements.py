@@ -72,15 +72,15 @@ def disagreements(
 
     Under rule `block` a is that of `sample`, and being right means giving the token the target's own probability.
     """
-    if [len(text.response_ids) for text in texts] != [len(own) for own in scores]:
+    if [len(text.response_ids) for text in texts] != [len(scored) for scored in scores]:
         raise ValueError("scores are not of these texts: their numbers of tokens differ")
-    lost_NT = [1.0 - own.accept_probs(rule) for own in scores]
+    lost_NT = [1.0 - scored.accept_probs(rule) for scored in scores]
     lost = float(sum(values.sum() for values in lost_NT))
     groups = [group for group in _grouped(texts, scores, lost_NT) if group.lost > 0]
     groups = sorted(groups, key=lambda group: (-group.lost, group.said, group.wanted))[:count]
     if not groups:
         return []
-    tokens = sum(len(own) for own in scores)
+    tokens = sum(len(scored) for scored in scores)
     blocks_N = expected_blocks_of(scores, rule, (gamma,))[:, 0]
     saved = _saved_blocks(groups, scores, blocks_N, rule, gamma)
     tau = tokens / blocks_N.sum()

@@ -100,12 +100,12 @@ class Repetition(RepetitionShares):
 
 def repetition(texts: Sequence[SlicedText]) -> Repetition:
     """Shares of repeated and looping tokens of these responses."""
-    found = repeats(texts)
+    counts = repeats(texts)
     rows_by_domain: dict[str, list[int]] = {}
     for row, text in enumerate(texts):
         rows_by_domain.setdefault(text.domain, []).append(row)
-    whole = _shares(found, list(range(len(texts))))
-    by_domain = {name: _shares(found, rows) for name, rows in rows_by_domain.items()}
+    whole = _shares(counts, list(range(len(texts))))
+    by_domain = {name: _shares(counts, rows) for name, rows in rows_by_domain.items()}
     warning = (
         f"{100 * whole.looping:.0f} % of the target's tokens are in a loop, and acceptance on such text is not meaningful: "
         "sample (serving.temperature), or use a better target"

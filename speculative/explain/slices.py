@@ -161,27 +161,27 @@ def _dimensions(
     """(dimension, unit, partition) of every dimension that can be told."""
     positions_flat_T = _flat([np.arange(1, length + 1) for length in lengths_N])
     first_names = (f"first {FIRST_TOKENS}", "later")
-    found: list[tuple[str, str, Partition]] = [
+    dimensions: list[tuple[str, str, Partition]] = [
         ("domain", "", _by_name([text.domain for text in texts], lengths_N)),
         ("prompt length", "tokens of the prompt", _by_prompt_length(texts, lengths_N)),
         ("position", "place in the response", _by_edges(positions_flat_T, POSITION_EDGES, POSITION_NAMES)),
         ("first tokens", "tokens of the response", ((positions_flat_T > FIRST_TOKENS).astype(np.int64), first_names)),
     ]
     if pieces is not None:
-        _check_lengths(lengths_N, [len(own) for own in pieces], "pieces")
-        places = [CLASSES.index(name) for own in pieces for name in token_classes(own)]
-        found.append(("token class", "", (np.array(places, dtype=np.int64), CLASSES)))
+        _check_lengths(lengths_N, [len(values) for values in pieces], "pieces")
+        places = [CLASSES.index(name) for values in pieces for name in token_classes(values)]
+        dimensions.append(("token class", "", (np.array(places, dtype=np.int64), CLASSES)))
     if entropies is not None:
-        _check_lengths(lengths_N, [len(own) for own in entropies], "entropies")
-        found.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, NATS_NAMES)))
+        _check_lengths(lengths_N, [len(values) for values in entropies], "entropies")
+        dimensions.append(("target entropy", "nats", _by_edges(_flat(entropies), NATS_EDGES, NATS_NAMES)))
     else:
         surprisals_flat_T = -_flat([np.asarray(text.log_target_probs, dtype=np.float64) for text in texts])
         # Greedy text is stored with log probability 0 everywhere: nothing to tell apart; NaN is not known.
         told = surprisals_flat_T.any() and not np.isnan(surprisals_flat_T).any()
         if len(surprisals_flat_T) == lengths_N.sum() and told:
             partition = _by_edges(surprisals_flat_T, NATS_EDGES, NATS_NAMES)
-            found.append(("target surprisal", "nats of the target's token", partition))
-    return found
+            dimensions.append(("target surprisal", "nats of the target's token", partition))
+    return dimensions
 
 
 def _by_name(names: Sequence[str], lengths_N: np.ndarray) -> Partition:

@@ -26,18 +26,18 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list
     """
     pieces: list[str] = []
     window: list[int] = []
-    given = 0  # Characters of the window's text that have their token.
+    settled_length = 0  # Characters of the window's text that have their token.
     for place, token_id in enumerate(ids):
         window.append(int(token_id))
         text = _decode(tokenizer, window)
         last = place == len(ids) - 1
-        settled = len(text) if last else max(given, len(text.rstrip(UNDECODED)))
-        pieces.append(text[given:settled])
-        given = settled
+        settled = len(text) if last else max(settled_length, len(text.rstrip(UNDECODED)))
+        pieces.append(text[settled_length:settled])
+        settled_length = settled
         alone = _decode(tokenizer, window[-1:])
         # One token stays as the past of the next: a decoder may treat a first token in its own way (drop its space).
         if alone and UNDECODED not in alone and settled == len(text):
-            window, given = window[-1:], len(alone)
+            window, settled_length = window[-1:], len(alone)
     return pieces
 
 

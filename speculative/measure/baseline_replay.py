@@ -30,13 +30,13 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
     """
     index = RowIndex(min_ngram, max_ngram)
     index.read(list(text.prompt_ids))
-    said = list(text.response_ids)
-    kept_T = np.full(len(said), -1, dtype=np.int64)
-    for position, token_id in enumerate(said):
+    ids = list(text.response_ids)
+    kept_T = np.full(len(ids), -1, dtype=np.int64)
+    for position, token_id in enumerate(ids):
         chain = index.continuation(gamma)
         if chain:
-            pairs = zip(chain, said[position:], strict=False)
-            left = len(said) - position
+            pairs = zip(chain, ids[position:], strict=False)
+            left = len(ids) - position
             parted = (place for place, (one, other) in enumerate(pairs) if one != other)
             kept_T[position] = next(parted, min(gamma, left))
         index.read([token_id])
@@ -45,14 +45,14 @@ def kept_by_lookup(text: StoredText, gamma: int, max_ngram: int = 3, min_ngram: 
 
 def kept_by_past_responses(text: StoredText, gamma: int, index: ResponseIndex) -> np.ndarray:
     """(T,) as `kept_by_lookup`, of proposals from past responses."""
-    prompt, said = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
-    if not len(said):
+    prompt, ids = len(text.prompt_ids), np.asarray(text.response_ids, dtype=np.int64)
+    if not len(ids):
         return np.zeros(0, dtype=np.int64)
-    tokens_C = np.concatenate((np.asarray(text.prompt_ids, dtype=np.int64), said))
+    tokens_C = np.concatenate((np.asarray(text.prompt_ids, dtype=np.int64), ids))
     # Every position is a row of the same text at its own length.
-    tokens_TC = np.broadcast_to(tokens_C, (len(said), len(tokens_C)))
-    ids_TG, counts_T = index.continuations(tokens_TC, prompt + np.arange(len(said)), gamma)
-    padded = np.concatenate((said, np.full(gamma - 1, -1)))
+    tokens_TC = np.broadcast_to(tokens_C, (len(ids), len(tokens_C)))
+    ids_TG, counts_T = index.continuations(tokens_TC, prompt + np.arange(len(ids)), gamma)
+    padded = np.concatenate((ids, np.full(gamma - 1, -1)))
     same_TG = np.lib.stride_tricks.sliding_window_view(padded, gamma) == ids_TG
     same_TG &= np.arange(gamma) < counts_T[:, None]
     kept_T = np.logical_and.accumulate(same_TG, axis=1).sum(1)
@@ -123,14 +123,16 @@ def tuned_lookup(
     candidates = [(gamma, 0) for gamma in gammas]
     if drafted is not None:
         # Later offsets of a parallel draft were not scored.
-        scored = min((own.costs_T.shape[1] for own in drafted if own.costs_T.ndim == 2), default=max(gammas))
+        scored = min(
+            (own_gammas.costs_T.shape[1] for own_gammas in drafted if own_gammas.costs_T.ndim == 2), default=max(gammas)
+        )
         candidates = [(gamma, then) for gamma in gammas for then in gammas if then <= min(gamma, scored)]
-    own, then_gammas = zip(*candidates, strict=True)
+    own_gammas, then_gammas = zip(*candidates, strict=True)
     tried = []
     for sizes in NGRAM_SIZES:
         kept = [kept_by_lookup(text, max(gammas), *sizes) for text in texts]
-        blocks = found_blocks(kept, own, drafted, then_gammas)
-        tried.append((blocks, found_steps(blocks, own, costs, then_gammas)))
+        blocks = found_blocks(kept, own_gammas, drafted, then_gammas)
+        tried.append((blocks, found_steps(blocks, own_gammas, costs, then_gammas)))
     tried_NC = np.concatenate([steps_NK for _, steps_NK in tried], 1)
     best = int(tried_NC.sum(0).argmin())
     size, place = divmod(best, len(candidates))

@@ -278,14 +278,14 @@ def measure_costs(
             of_repeat = []
             for gamma in columns:
                 most, opening = (TIMED_BLOCKS + 1) * (gamma + 1), time.perf_counter()
-                asked = DecodeSettings(settings.sampling, gamma, settings.rule, most, seed=settings.seed)
+                wanted = DecodeSettings(settings.sampling, gamma, settings.rule, most, seed=settings.seed)
                 drafter = draft.drafter() if draft is not None else _FreeProposals()
                 loop = open_loop(
                     target,
                     drafter if gamma > 0 else None,
                     batch_size,
                     context + most,
-                    asked,
+                    wanted,
                     runner=resolve_runner("auto", target.device),
                     exact_stages=True,
                 )
@@ -337,8 +337,8 @@ def _block_seconds(loop: BlockLoop) -> tuple[list[tuple[float, float]], float, f
         loop.run_block()
         marks.append(time.perf_counter())
         spent.append(loop.timing)
-    beside_B = np.diff(marks) - [one.decoding_seconds + one.recording_seconds for one in spent]
+    beside_B = np.diff(marks) - [timing.decoding_seconds + timing.recording_seconds for timing in spent]
     host = max(0.0, float(beside_B[1:].mean()))
     first = max(0.0, float(beside_B.sum()) - host * len(spent))
-    timed = [one for one in spent[1:] if one.recording_calls == 0]
-    return [(one.draft_seconds, one.verify_seconds + one.accept_seconds) for one in timed], host, first
+    timed = [timing for timing in spent[1:] if timing.recording_calls == 0]
+    return [(timing.draft_seconds, timing.verify_seconds + timing.accept_seconds) for timing in timed], host, first

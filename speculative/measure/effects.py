@@ -139,15 +139,15 @@ def _effects(
     if not len(sums_PC):
         raise ValueError("no response has a token to compare on")
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
-    found = [Gain(gain=gain, ci=ci) for gain, ci in zip(gains, intervals, strict=True)]
+    differences = [Gain(gain=gain, ci=ci) for gain, ci in zip(gains, intervals, strict=True)]
     fewest = fewest_prompts(corrected)
     enough = len(sums_PC) >= fewest
     errors = standard_errors(sums_PC) if len(names) > 1 else (_tau_error(*sums_PC.T[:3]),)
-    certain = [certain_of(one.ci, len(sums_PC), corrected) for one in found]
+    certain = [certain_of(one.ci, len(sums_PC), corrected) for one in differences]
     seen = {name: _detectable(error, corrected) if enough else None for name, error in zip(names, errors, strict=True)}
     return {
-        **dict(zip(names, found, strict=False)),
-        "speed_up": found[len(names)] if len(found) > len(names) else None,
+        **dict(zip(names, differences, strict=False)),
+        "speed_up": differences[len(names)] if len(differences) > len(names) else None,
         "confidence": CONFIDENCE,
         "looks": looks,
         "corrected_confidence": corrected,

@@ -49,17 +49,18 @@ def served_seconds(streams_S: Sequence[Stream], timed: slice) -> tuple[float, fl
 
     A block is the median of those in which no other response got its first chunk: they read no prompt. Without such, of all.
     """
-    joined = [one.joined() for one in streams_S]
-    began_S, clean, every = np.sort([one.seconds_C[0] for one in joined]), list[float](), list[float]()
-    for one in joined[timed]:
-        times_C = np.array(one.seconds_C)
+    joined = [stream.joined() for stream in streams_S]
+    began_S, clean, every = np.sort([stream.seconds_C[0] for stream in joined]), list[float](), list[float]()
+    for stream in joined[timed]:
+        times_C = np.array(stream.seconds_C)
         gaps = np.diff(times_C)
         # Chunks of a step come a little before or after each other.
         until = np.searchsorted(began_S, times_C[1:] + 0.5 * gaps) - np.searchsorted(began_S, times_C[:-1] + 0.5 * gaps)
         clean, every = clean + gaps[until == 0].tolist(), every + gaps.tolist()
     block = float(np.median(clean or every or [0.0]))
     whole, blocks = (
-        fmean(of) for of in zip(*((one.seconds_C[-1] - one.sent, one.blocks) for one in joined[timed]), strict=True)
+        fmean(of)
+        for of in zip(*((stream.seconds_C[-1] - stream.sent, stream.blocks) for stream in joined[timed]), strict=True)
     )
     return block, max(0.0, whole - blocks * block)
 
@@ -127,12 +128,12 @@ class EngineCosts(Record):
 
     def rows(self, taus: Mapping[int, float], rule: str, tokens: float = math.inf) -> list[Measured]:
         """The draft at each load: at each measured gamma, then at the gamma to run (0: plain decoding), from taus by replay."""
-        found = []
+        measured = []
         for one in self.costs:
             speeds = {gamma: self.speed_up(one, gamma, tau, tokens) for gamma, tau in one.timed(taus).items()}
             gammas = (*one.verify_seconds, gamma_to_run(speeds)[0])
-            found += [self.row(one, gamma, taus[gamma], rule, tokens) for gamma in gammas if gamma in taus]
-        return found
+            measured += [self.row(one, gamma, taus[gamma], rule, tokens) for gamma in gammas if gamma in taus]
+        return measured
 
     def plain_wins_from(self, taus: Mapping[int, float], tokens: float = math.inf) -> int | None:
         """The load from which plain decoding is faster, by lines through all steps; None: not up to `load.MOST_LOAD`."""
@@ -149,26 +150,26 @@ def step_costs(seconds: Mapping[tuple[int, int], float], parallel: bool) -> list
     the latter. A block in one pass has one draft call: what a block of gamma 0 would take beyond a plain step.
     """
     loads, gammas = (sorted({cell[place] for cell in seconds}) for place in range(2))
-    line, found = fit_line(loads, [seconds[load, 0] for load in loads]), []
+    line, costs = fit_line(loads, [seconds[load, 0] for load in loads]), []
     for load in loads:
         step, blocks = seconds[load, 0], {gamma: seconds[load, gamma] for gamma in gammas[1:]}
         slope, start = np.polyfit(gammas[1:], list(blocks.values()), 1).tolist()
         draft = max(1e-6 * step, start - step if parallel else slope - line.per_token * load)
         drafts = {gamma: draft * (1 if parallel else gamma) for gamma in blocks}
         verify = {gamma: block - drafts[gamma] for gamma, block in blocks.items()}
-        found.append(StepCosts(step, drafts, verify, load, context=0, parallel=parallel))
-    return found
+        costs.append(StepCosts(step, drafts, verify, load, context=0, parallel=parallel))
+    return costs
 
 
 def ratios_of(costs: StepCosts, repeats_R: Sequence[StepCosts]) -> Ratios:
     """`c`, `v GAMMA` and `block GAMMA`, with Student's intervals of medians over the repeats."""
 
-    def of(one: StepCosts) -> dict[str, float]:
-        each = {"v": one.verify_ratio, "block": one.block_price}
-        return {"c": one.cost_ratio} | {
-            f"{name} {gamma}": get(gamma) for gamma in one.verify_seconds for name, get in each.items()
+    def of(costs_of: StepCosts) -> dict[str, float]:
+        each = {"v": costs_of.verify_ratio, "block": costs_of.block_price}
+        return {"c": costs_of.cost_ratio} | {
+            f"{name} {gamma}": get(gamma) for gamma in costs_of.verify_seconds for name, get in each.items()
         }
 
     reach = float(special.stdtrit(len(repeats_R) - 1, 0.975)) * math.sqrt(math.pi / 2.0 / len(repeats_R))
-    halves = {name: reach * stdev(of(one)[name] for one in repeats_R) for name in of(costs)}
+    halves = {name: reach * stdev(of(costs_of)[name] for costs_of in repeats_R) for name in of(costs)}
     return {name: (value, max(0.0, value - halves[name]), value + halves[name]) for name, value in of(costs).items()}

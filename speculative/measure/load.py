@@ -82,13 +82,13 @@ def fit_line(tokens_M: Sequence[float], seconds_M: Sequence[float]) -> StepLine:
 
 def fit_roofline(costs: Sequence[StepCosts]) -> Roofline:
     """The lines through all measured steps, at one batch size or at several."""
-    target = [(one.batch_size, one.target_seconds) for one in costs]
-    target += [(one.batch_size * (g + 1), seconds) for one in costs for g, seconds in one.verify_seconds.items()]
-    parallel = any(one.parallel for one in costs)
+    target = [(cost.batch_size, cost.target_seconds) for cost in costs]
+    target += [(cost.batch_size * (g + 1), seconds) for cost in costs for g, seconds in cost.verify_seconds.items()]
+    parallel = any(cost.parallel for cost in costs)
     draft = [
-        (one.batch_size * (g + 1), seconds) if parallel else (one.batch_size, seconds / g)
-        for one in costs
-        for g, seconds in one.draft_seconds.items()
+        (cost.batch_size * (g + 1), seconds) if parallel else (cost.batch_size, seconds / g)
+        for cost in costs
+        for g, seconds in cost.draft_seconds.items()
     ]
     of_target, of_draft = (fit_line(*zip(*calls, strict=True)) for calls in (target, draft))
     return Roofline(of_target, of_draft, parallel)
@@ -345,13 +345,13 @@ def clock(
     Raises UserError if there is too little memory.
     """
     count, ids = -(-max(CLOCKED, 2 * load) // CLOCK_TURNS), itertools.cycle(prompts)
-    found = {way.name: (list[Response](), Timing()) for way in ways}
+    waits = {way.name: (list[Response](), Timing()) for way in ways}
     for turn in range(-1, CLOCK_TURNS):
         requests = [(f"{turn} {number}", next(ids)) for number in range(count + 2 * load)]
         # Turn -1 is a warm-up: one block, unless calls are recorded.
         most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0
         for way in ways[:: 1 if turn % 2 else -1]:
-            responses, timing = found[way.name] if turn >= 0 else ([], Timing())
+            responses, timing = waits[way.name] if turn >= 0 else ([], Timing())
             how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True)
             stop, seen, ended = time.perf_counter() + most, dict[int, Response](), 0
             stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
@@ -364,7 +364,7 @@ def clock(
                     if (late and turn < 0) or ended == (max(load, len(seen)) if late else count):
                         break
             responses += seen.values()
-    return {name: waits_of(*seen) for name, seen in found.items()}
+    return {name: waits_of(*seen) for name, seen in waits.items()}
 
 
 def places_in(texts: Sequence[Text], count: int, longest: int | None, rng: np.random.Generator) -> list[Prompt]:

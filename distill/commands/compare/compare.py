@@ -243,11 +243,11 @@ def _shared_target(by_shape: Mapping[Any, StepCosts]) -> dict[Any, StepCosts]:
 
 def judge_gates(result: Comparison, gates: Sequence[Gate], others_too: bool) -> tuple[list[JudgedGate], list[str]]:
     """(every gate with its value, one line for each failed gate). Gates are about the first draft."""
-    first, lines, found = result.row(result.against), [], []
+    first, lines, judged = result.row(result.against), [], []
     for gate in gates:
         value = getattr(first, f"{gate.metric}_ci")[0] if gate.lower_end else getattr(first, gate.metric)
         shut = value < gate.bound
-        found.append(JudgedGate(condition=gate.text, metric=gate.metric, value=value, bound=gate.bound, failed=shut))
+        judged.append(JudgedGate(condition=gate.text, metric=gate.metric, value=value, bound=gate.bound, failed=shut))
         if shut:
             what = f"the lower end of the 95 % interval of {gate.metric}" if gate.lower_end else gate.metric
             at = "" if gate.metric == "alpha" else f" at gamma {result.gamma}"
@@ -258,4 +258,4 @@ def judge_gates(result: Comparison, gates: Sequence[Gate], others_too: bool) -> 
                 f"{first.way}: tau at gamma {result.gamma} is certainly worse than that of {other.way}, by "
                 f"{other.tau:.3f} (--fail-below others)"
             )
-    return found, lines
+    return judged, lines

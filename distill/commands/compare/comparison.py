@@ -125,11 +125,11 @@ def with_lookup(
 
     costs: measured ones of the draft, or of any draft for lookup alone; None: untimed.
     """
-    own = draft or Scored(name=LOOKUP, path=LOOKUP, parameters=0, scores=None, costs=costs)
-    drafted = None if own.scores is None else texts_of(own.scores, rule)
+    scored = draft or Scored(name=LOOKUP, path=LOOKUP, parameters=0, scores=None, costs=costs)
+    drafted = None if scored.scores is None else texts_of(scored.scores, rule)
     sizes = tuned_lookup(texts, costs or UNTIMED, (gamma,), drafted).sizes
     kept = [kept_by_lookup(text, max(CURVE_GAMMAS), *sizes) for text in texts]
-    return replace(own, costs=costs, kept=kept, ngrams=sizes)
+    return replace(scored, costs=costs, kept=kept, ngrams=sizes)
 
 
 class ComparedWay(Record):
@@ -315,8 +315,8 @@ def _difference(
     for entry in (ours, first):
         steps_N1 = entry.steps(rule, (gamma,))
         sides.append((entry.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
-    found = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
+    effects = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
     if ours.judged is not None and first.judged is not None:
         paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
-        return Difference(way=ours.name, text=text, **dict(paired) | {"speed_up": found.speed_up})
-    return Difference(way=ours.name, text=text, alpha=None, certain=None, **dict(found))
+        return Difference(way=ours.name, text=text, **dict(paired) | {"speed_up": effects.speed_up})
+    return Difference(way=ours.name, text=text, alpha=None, certain=None, **dict(effects))

@@ -28,16 +28,16 @@ def compare_table(result: Comparison) -> Table:
         caption="alpha: acceptance rate; tau: tokens per target call, by replay; [95 % interval]"
         + ("; speed-up over the target alone, predicted from measured steps" if timed else ""),
     )
-    for one in result.ways:
-        row = result.row(one.way)
+    for way in result.ways:
+        row = result.row(way.way)
         alpha, tau = Cell(row.alpha, row.alpha_ci), Cell(row.tau, row.tau_ci)
-        cells: list[Any] = [Cell(one.way, note=row.sizes), one.parameters or None, alpha, tau]
+        cells: list[Any] = [Cell(way.way, note=row.sizes), way.parameters or None, alpha, tau]
         if timed:
-            of_block = " a block" if way_of(one.path).recipe.parallel else ""
-            step = None if one.draft_step_seconds is None else 1e3 * one.draft_step_seconds
-            cells.append(Cell(step, note="" if step is None else f"c = {one.cost_ratio:.2f}{of_block}"))
+            of_block = " a block" if way_of(way.path).recipe.parallel else ""
+            step = None if way.draft_step_seconds is None else 1e3 * way.draft_step_seconds
+            cells.append(Cell(step, note="" if step is None else f"c = {way.cost_ratio:.2f}{of_block}"))
             cells.append(Cell(row.speed_up, row.speed_up_ci))
-            cells.append(f"{one.best_gamma}: {one.best_speed_up:.2f}x" if one.best_gamma else "none pays")
+            cells.append(f"{way.best_gamma}: {way.best_speed_up:.2f}x" if way.best_gamma else "none pays")
         table.add(*cells)
     return table
 

@@ -76,19 +76,19 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         served = {number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)}
     gammas = {row.gamma for row, _ in served.values()}
     gamma = options.gamma or (len(gammas) == 1 and gammas.pop()) or text.config.judge.gamma
-    found = [
+    sides = [
         served.get(number) or _replayed(name, ours[name], text, gamma) for number, name in enumerate(options.drafts)
     ]
-    keys = [key for key in found[0][1] if all(key in of for _, of in found)]
+    keys = [key for key in sides[0][1] if all(key in of for _, of in sides)]
     if not keys:
         raise UserError("no prompt has token ids and counts from every way, so nothing can be compared")
-    if missing := max(len(of) for _, of in found) - len(keys):
+    if missing := max(len(of) for _, of in sides) - len(keys):
         console.print(f"{missing} prompts are not compared: a server did not list all token ids", highlight=False)
     prompt_of = {one.key: one.prompt for one in text.responses}
     prompts = [prompt_of[key] for key in keys]
     (first, base), *others = [
         (row, np.stack([sum_by_prompt(prompts, own_N) for own_N in np.array([of[key] for key in keys]).T], 1))
-        for row, of in found
+        for row, of in sides
     ]
     gains = [
         ServedDifference(
@@ -99,7 +99,7 @@ def compare_served(options: CompareOptions, text: FrozenText, console: Console) 
         for row, sums_P4 in others
     ]
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    result = ServedComparison(made=now, on=str(text.run), measured=[row for row, _ in found], differences=gains)
+    result = ServedComparison(made=now, on=str(text.run), measured=[row for row, _ in sides], differences=gains)
     write_asked("--out", options.out, result.record())
     _print(result, console)
     return 0
@@ -113,9 +113,9 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
     client = EngineClient(url, source.target.tokenizer, source.target.facts.vocab_rows)
     client.identify()
     file = AnswerFile(source.folder / f"server-{number}.jsonl", client, resume=False)
-    asked = ask([file], source.texts, source.settings, by_request=True)
+    replies = ask([file], source.texts, source.settings, by_request=True)
     try:
-        judged = counted_alone(asked, None)
+        judged = counted_alone(replies, None)
     except UserError as error:
         raise UserError(f"{url}: {error}") from error
     rows = judged.counted.rows
@@ -123,23 +123,23 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
         raise UserError(f"{url}: reports only sums of all requests; make it report each request (docs/readback.md)")
     sums: dict[str, Sums] = {
         text.key: (row.tokens, row.blocks, one.tokens, one.seconds)
-        for text, row, one in zip(asked.texts, rows, asked.answers, strict=True)
+        for text, row, one in zip(replies.texts, rows, replies.answers, strict=True)
     }
-    row, _ = served_row(asked, judged.counted, judged.rule, judged.gamma, judged.tau_ci, 1)
+    row, _ = served_row(replies, judged.counted, judged.rule, judged.gamma, judged.tau_ci, 1)
     return replace(row, way=url), sums
 
 
 def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Measured, dict[str, Sums]]:
-    own = [after_prefill(one) for one in text.responses]
-    scores = score_tokens(draft.model, own, text.sampling, offsets=draft.offsets(gamma))
-    (tau, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(one) for one in scores])
-    prompts = [one.prompt for one in text.responses]
+    texts = [after_prefill(item) for item in text.responses]
+    scores = score_tokens(draft.model, texts, text.sampling, offsets=draft.offsets(gamma))
+    (tau, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(item) for item in scores])
+    prompts = [item.prompt for item in text.responses]
     row = Measured(
-        name, text.rule.name, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(own), gamma=gamma, tau=tau
+        name, text.rule.name, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(texts), gamma=gamma, tau=tau
     )
     row = replace(row, tau_ci=ratio_with_interval(tokens_N, blocks_N, prompts)[1], how={"tau": "replay"})
-    rows = zip(tokens_N.tolist(), blocks_N.tolist(), tokens_N.tolist(), [0.0] * len(own), strict=True)
-    return row, {one.key: of for one, of in zip(text.responses, rows, strict=True)}
+    rows = zip(tokens_N.tolist(), blocks_N.tolist(), tokens_N.tolist(), [0.0] * len(texts), strict=True)
+    return row, {item.key: of for item, of in zip(text.responses, rows, strict=True)}
 
 
 def _gain(ours_P4: np.ndarray, base_P4: np.ndarray, column: int) -> Gain:

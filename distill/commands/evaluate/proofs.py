@@ -77,12 +77,12 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
     theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), asked.config.target.path
     if theirs != ours:
         return None, f"{out} judges a draft of target {theirs}, not of {ours}"
-    known = result.verdict.drafts[-1].path
+    judged_path = result.verdict.drafts[-1].path
     try:
-        same = known is not None and _fingerprint(known) == _fingerprint(asked.draft)
+        same = judged_path is not None and _fingerprint(judged_path) == _fingerprint(asked.draft)
     except UserError as error:
         return None, f"it is not known whether {out} judges this draft: {error}"
-    return (result, "") if same else (None, f"{out} judges another draft ({known})")
+    return (result, "") if same else (None, f"{out} judges another draft ({judged_path})")
 
 
 def add_proofs(out: Path, result: Result, lossless: Losslessness | None, scores: TaskScores | None) -> str:

@@ -45,7 +45,7 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
     Raises UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
     function, data, batch_size = load_scorer(scorer), asked.config.data, asked.config.judge.batch_size
-    known = read_references(data.heldout or data.train, references)
+    answers = read_references(data.heldout or data.train, references)
     pair, proposing = asked.opened()
     samples, settings = asked.samples or 1, pair.settings.under(asked.rule, asked.gamma)
     if samples > 1 and settings.sampling.greedy:
@@ -62,30 +62,30 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         for number, drafter in ((1, proposing), (2, None))
     ]
     speculative_PS, alone_PS = (
-        score_texts(scorer, function, pair.target.tokenizer, pair.prompts, side, known) for side in texts
+        score_texts(scorer, function, pair.target.tokenizer, pair.prompts, side, answers) for side in texts
     )
-    same = [one.response_ids == other.response_ids for one, other in zip(*texts, strict=True)]
+    same = [item.response_ids == other.response_ids for item, other in zip(*texts, strict=True)]
     for index in np.flatnonzero(same):
         place = np.unravel_index(index, alone_PS.shape)
         if speculative_PS[place] != alone_PS[place]:
             prompt = pair.prompts[place[0]].prompt_id
             raise UserError(f"--scorer {scorer}: gives one text two scores on prompt {prompt}; make it deterministic")
-    found = summarise(speculative_PS, alone_PS)
+    summary = summarise(speculative_PS, alone_PS)
     wide = None
     if not settings.sampling.greedy:
         wide = summarise(speculative_PS, alone_PS, 1 - LEVEL).difference.ci
-        passed, sentence = _sampled_answer(found.difference, wide, *alone_PS.shape)
+        passed, sentence = _sampled_answer(summary.difference, wide, *alone_PS.shape)
     elif all(same):
         # No estimate: the texts of other prompts would be the same too.
-        found = found._replace(difference=ScoreDifference(value=0.0, ci=(0.0, 0.0)))
+        summary = summary._replace(difference=ScoreDifference(value=0.0, ci=(0.0, 0.0)))
         passed = True
-        sentence = f"The score is the same, {found.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
+        sentence = f"The score is the same, {summary.alone.score:.3f}, because all {len(same)} texts are the same, token by token."
     else:
         greedy = greedy_equality(pair.target.model, proposing, pair.keyed, settings, batch_size=batch_size)
         passed = not greedy.differences
         sentence = (
             f"{sum(same)} of {len(same)} texts are the same, the others differ after a near-tie of the target. The scores are "
-            f"{found.speculative.score:.3f} and {found.alone.score:.3f}."
+            f"{summary.speculative.score:.3f} and {summary.alone.score:.3f}."
             if passed
             else f"NOT the same text: {greedy.differences[0]}"
         )
@@ -95,9 +95,9 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         gamma=asked.gamma,
         prompts=len(pair.prompts),
         samples=samples,
-        with_reference=sum(one.prompt_id in known or one.text in known for one in pair.prompts),
+        with_reference=sum(item.prompt_id in answers or item.text in answers for item in pair.prompts),
         same_texts=sum(same),
-        **found._asdict(),
+        **summary._asdict(),
         difference_ci_wide=wide,
         passed=passed,
         sentence=sentence,

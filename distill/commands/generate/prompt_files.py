@@ -39,19 +39,19 @@ def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -
 
     Raises UserError: there is no prompt, or an invalid one; see also `asked_rows` and `render_rows`.
     """
-    given = [(f"prompt-{number}", text) for number, text in enumerate(options.prompt or [], start=1)]
-    if not given and not options.prompts:
+    typed = [(f"prompt-{number}", text) for number, text in enumerate(options.prompt or [], start=1)]
+    if not typed and not options.prompts:
         if sys.stdin.isatty():
             raise UserError("no prompt: give --prompt TEXT, --prompts FILE, or a text on standard input")
-        given = [("standard input", _decoded("standard input", sys.stdin.buffer.read()))]
-    for key, text in given:
+        typed = [("standard input", _decoded("standard input", sys.stdin.buffer.read()))]
+    for key, text in typed:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise UserError(f"{key}: the prompt is not valid Unicode (it contains half of a surrogate pair)") from None
         if not text:
             raise UserError(f"{key}: the prompt is empty; write at least one character")
-    rows = [prompt_row(text, None, "", key, None) for key, text in given]
+    rows = [prompt_row(text, None, "", key, None) for key, text in typed]
     if options.prompts:
         rows += asked_rows(options.prompts)[0]
     return render_rows(rows, tokenizer, options.chat)

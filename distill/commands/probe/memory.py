@@ -78,13 +78,13 @@ class Memory:
             f"memory at {self.dtype}, {self.device.context:,} tokens per request, {USABLE_SHARE:.0%} of {self.device.memory / GB:.3g} GB "
             f"usable: the target's weights take {_size(self.target.weights)}, each request's cache {_size(self.target.cache_per_request)}"
         ]
-        for own in self.drafts:
-            found = own.capacity
-            needs = f"do not fit (they need {_size(found.needed_bytes)} of {_size(found.usable_bytes)})"
+        for draft in self.drafts:
+            capacity_of = draft.capacity
+            needs = f"do not fit (they need {_size(capacity_of.needed_bytes)} of {_size(capacity_of.usable_bytes)})"
             lines.append(
-                f"memory with {own.name} (weights {_size(own.footprint.weights)}, cache {_size(own.footprint.cache_per_request)} per request): "
-                f"{self.device.concurrency:,} requests {'fit' if found.fits else needs}. {found.requests_alone:,} requests fit without the draft and "
-                f"{found.requests_with_draft:,} with it, so the draft costs {found.requests_lost:,} requests."
+                f"memory with {draft.name} (weights {_size(draft.footprint.weights)}, cache {_size(draft.footprint.cache_per_request)} per request): "
+                f"{self.device.concurrency:,} requests {'fit' if capacity_of.fits else needs}. {capacity_of.requests_alone:,} requests fit without the draft and "
+                f"{capacity_of.requests_with_draft:,} with it, so the draft costs {capacity_of.requests_lost:,} requests."
             )
         return lines
 

@@ -41,11 +41,11 @@ class Plan:
         Raises UserError: the engine was timed with a draft that proposes the other way.
         """
         if self.engine is not None:
-            found = next(one for one in self.engine.costs if one.batch_size == load)
-            if draft is not None and draft.parallel != found.parallel:
-                way = WAYS["parallel" if found.parallel else "autoregressive"]
+            costs = next(one for one in self.engine.costs if one.batch_size == load)
+            if draft is not None and draft.parallel != costs.parallel:
+                way = WAYS["parallel" if costs.parallel else "autoregressive"]
                 raise UserError(f"engine_costs.json was timed for `{way}`; run `understudy time` with this draft")
-            return found
+            return costs
         if self.given is None or draft is None or not draft.parallel:
             return self.given
         call, verify = self.given.draft_seconds[1], self.given.verify_seconds[1]
@@ -57,14 +57,14 @@ def read_plan(options: ProbeOptions) -> Plan:
     temperatures = numbers_of("--temperatures", options.temperatures, float, 0.0, 100.0)
     gammas = sorted(numbers_of("--gammas", options.gammas, int, 1, MOST_GAMMA))
     batch_sizes = numbers_of("--batch-sizes", options.batch_sizes, int, 1, 4096)
-    given, runs = None, [run for one in options.drafts or () if (run := run_of(one))]
+    costs, runs = None, [run for item in options.drafts or () if (run := run_of(item))]
     durations = options.times if "," in options.times else ""
     file = Path(options.times) if options.times else None
     if file is None and len(options.drafts or ()) == len(runs) == 1 and (runs[0] / ENGINE_COSTS).is_file():
         file = runs[0] / ENGINE_COSTS
     if file is not None and not durations:
         engine = EngineCosts.read(file, "make it again with `understudy time`")
-        loads, gammas = [one.batch_size for one in engine.costs], list(engine.costs[0].verify_seconds)
+        loads, gammas = [item.batch_size for item in engine.costs], list(engine.costs[0].verify_seconds)
         return Plan(temperatures, gammas, loads, engine.costs[0], engine=engine)
     if durations:
         seconds = [parse_seconds(part.strip(), "--times") for part in durations.split(",")]
@@ -74,5 +74,5 @@ def read_plan(options: ProbeOptions) -> Plan:
                 "long as a target step"
             )
         verify = seconds[2] if len(seconds) > 2 else None
-        given, batch_sizes = given_costs(seconds[0], seconds[1], verify, max(GIVEN_GAMMA, *gammas)), [1]
-    return Plan(temperatures, gammas, batch_sizes, given)
+        costs, batch_sizes = given_costs(seconds[0], seconds[1], verify, max(GIVEN_GAMMA, *gammas)), [1]
+    return Plan(temperatures, gammas, batch_sizes, costs)

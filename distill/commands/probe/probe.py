@@ -68,7 +68,9 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     for temperature in plan.temperatures:
         with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
             texts.append(answered(options, opened, prompts, temperature))
-    plan = _within_context(plan, [target, *(one.draft.model for one in prospects if one.draft is not None)], notes)
+    plan = _within_context(
+        plan, [target, *(candidate.draft.model for candidate in prospects if candidate.draft is not None)], notes
+    )
     # With a draft, other batch sizes are timed with it.
     own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan
     lead = texts[plan.temperatures.index(plan.lead[0])]
@@ -83,10 +85,16 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1].name, plan.given)
     lead_text = text_name(plan.lead[0])
     decision, best, sentence = overall(prospects, lookups[lead_text], planned)
-    first_prices = [price for one in prospects for price in one.prices if price.batch_size == plan.batch_sizes[0]]
+    first_prices = [
+        price for candidate in prospects for price in candidate.prices if price.batch_size == plan.batch_sizes[0]
+    ]
     warning = next(about.warning for _, about in facts if about.text == lead_text)
     served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
-    models = {id(one.draft.model): (one.name, one.draft.model) for one in prospects[::-1] if one.draft is not None}
+    models = {
+        id(candidate.draft.model): (candidate.name, candidate.draft.model)
+        for candidate in prospects[::-1]
+        if candidate.draft is not None
+    }
     result = Probe(
         target=_described(options.target, target),
         settings=_settings(options, plan, len(prompts), opened.device),
@@ -99,7 +107,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         notes=[
             *notes,
             *([f"the target's steps ran as {first.steps}"] if first.steps else []),
-            *busy_machine([first.target_seconds, *(one.target_step_seconds for one in first_prices)]),
+            *busy_machine([first.target_seconds, *(candidate.target_step_seconds for candidate in first_prices)]),
         ],
         memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
         seconds=stages.seconds,
@@ -134,23 +142,23 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
     Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
     """
     model, agreement = read_draft(resolve(path), target)
-    found = Prospect(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
-    context = found.model.context
+    prospect = Prospect(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
+    context = prospect.model.context
     if agreement.verdict == "refuse":
-        found.refused = f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
+        prospect.refused = f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
     elif context is not None and longest > context:
-        found.refused = f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower --max-tokens or shorten the prompts"
-    if found.refused is not None:
-        return found
+        prospect.refused = f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower --max-tokens or shorten the prompts"
+    if prospect.refused is not None:
+        return prospect
     try:
         served = as_served_from(path, model, target)
     except UserError as error:
-        found.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
-        return found
+        prospect.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
+        return prospect
     if model_fingerprint(served) == model_fingerprint(target.model):
-        found.notes.append("this is the target itself: everything is accepted and no time is saved")
-    found.draft = Draft(served)
-    return found
+        prospect.notes.append("this is the target itself: everything is accepted and no time is saved")
+    prospect.draft = Draft(served)
+    return prospect
 
 
 def _ways(prospect: Prospect) -> list[Prospect]:
@@ -194,8 +202,8 @@ def _timed(
 ) -> dict[tuple[Rule, int], StepCosts]:
     """Costs by rule at the first batch size, and of the leading rule at the others."""
     first = plan.batch_sizes[0]
-    asked = [(rule, first) for rule in rules] + [(plan.lead[1], size) for size in plan.batch_sizes[1:]]
-    given = {(rule, size): costs for rule, size in asked if (costs := plan.costs_of(draft, size)) is not None}
+    cells = [(rule, first) for rule in rules] + [(plan.lead[1], size) for size in plan.batch_sizes[1:]]
+    given = {(rule, size): costs for rule, size in cells if (costs := plan.costs_of(draft, size)) is not None}
     if given:
         return given
     with stages(f"timing {name}"):
@@ -208,7 +216,7 @@ def _timed(
                 batch_size=size,
                 context=plan.context,
             )
-            for rule, size in asked
+            for rule, size in cells
         }
 
 
@@ -232,26 +240,31 @@ def _judge(
             offsets = draft.offsets(most, least=most)
             scores = [score_tokens(draft.model, text.responses, text.sampling, offsets=offsets) for text in texts]
         shown = texts[plan.temperatures.index(plan.lead[0])].responses
-        costs = {of: own.of_text(shown) for of, own in _timed(plan, target, draft, rules, name, stages).items()}
+        costs = {
+            of: scores_of_text.of_text(shown)
+            for of, scores_of_text in _timed(plan, target, draft, rules, name, stages).items()
+        }
     except UserError as error:
         prospect.refused, prospect.draft = str(error), None
         return
-    for text, own in zip(texts, scores, strict=True):
+    for text, scores_of_text in zip(texts, scores, strict=True):
         for rule in text.rules:
-            said = text.responses if rule == text.rules[0] else None
+            responses = text.responses if rule == text.rules[0] else None
             outlook = ceilings.draft_outlook(
-                own,
+                scores_of_text,
                 text.peaks,
                 text.keys,
                 costs[rule, load],
                 text.row(name, rule.name, load),
                 lookups[text.name].speed_up or 1.0,
-                said,
+                responses,
             )
             prospect.outlooks.append(outlook)
             if (text.sampling.temperature, rule) == plan.lead:
                 prospect.lead = outlook
-                prospect.detectable_alpha = rough_detectable([one.accept_probs(rule) for one in own], text.keys)
+                prospect.detectable_alpha = rough_detectable(
+                    [one.accept_probs(rule) for one in scores_of_text], text.keys
+                )
     lead = prospect.lead
     assert lead is not None
     prospect.prices = [ceilings.price_of(name, rule.name, of) for (rule, _), of in costs.items()]

@@ -62,7 +62,9 @@ class Prospect:
 
     def record(self) -> dict[str, Any]:
         """As JSON, without the rows, which are in `measured`."""
-        decisions = [{"text": one.now.text, "rule": one.now.rule, "decision": one.decision} for one in self.outlooks]
+        decisions = [
+            {"text": item.now.text, "rule": item.now.rule, "decision": item.decision} for item in self.outlooks
+        ]
         return asdict(self.model) | {
             "name": self.name,
             "drafting": self.drafting,
@@ -151,18 +153,18 @@ class Probe:
         return rows
 
     def record(self) -> dict[str, Any]:
-        prices = [*self.target_prices, *(price for one in self.usable for price in one.prices)]
-        known = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
+        prices = [*self.target_prices, *(price for item in self.usable for price in item.prices)]
+        names = ("checks", "assumptions", "notes", "seconds", "decision", "go", "best", "drafting", "sentence")
         return {
             "format": FORMAT,
             "target": asdict(self.target),
             "settings": asdict(self.settings),
-            "texts": [asdict(one) for one in self.texts],
-            "prices": [asdict(one) for one in prices],
+            "texts": [asdict(item) for item in self.texts],
+            "prices": [asdict(item) for item in prices],
             "measured": [row.record() for row in self.measured],
-            "drafts": [one.record() for one in self.drafts],
+            "drafts": [item.record() for item in self.drafts],
             "memory": None if self.memory is None else asdict(self.memory),
-            **{name: getattr(self, name) for name in known},
+            **{name: getattr(self, name) for name in names},
         }
 
 
@@ -204,27 +206,27 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
 def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
     """(decision, the draft with the best prospect, one sentence for all). planned: the given times, if any."""
     by_model: dict[int, list[Prospect]] = {}
-    for one in drafts:
-        if one.draft is not None:
-            by_model.setdefault(id(one.draft.model), []).append(one)
-    ways = [sorted(of, key=lambda one: one.pace, reverse=True) for of in by_model.values()]
+    for way in drafts:
+        if way.draft is not None:
+            by_model.setdefault(id(way.draft.model), []).append(way)
+    ways = [sorted(of, key=lambda way: way.pace, reverse=True) for of in by_model.values()]
     baseline = lookup.speed_up or 1.0
     free = "Prompt lookup gives no speed-up here."
     if baseline >= 1.05:
         free = f"Prompt lookup alone gives {baseline:.2f}x without training; a draft must be faster."
     if not ways:
         return _without_drafts(planned, free)
-    best = max((of[0] for of in ways), key=lambda one: (one.go, one.pace[1]))
-    goes, own = [of[0] for of in ways if of[0].go], draft_sentence(best, baseline)
+    best = max((of[0] for of in ways), key=lambda way: (way.go, way.pace[1]))
+    goes, words = [of[0] for of in ways if of[0].go], draft_sentence(best, baseline)
     if len(ways) == 1:
-        sentence = f"{own} {free}"
+        sentence = f"{words} {free}"
     elif not goes:
-        sentence = f"No go: none of {len(ways)} drafts is worth distilling. The best is {own} {free}"
+        sentence = f"No go: none of {len(ways)} drafts is worth distilling. The best is {words} {free}"
     else:
-        sentence = f"Go with {best.name} ({len(goes)} of {len(ways)} drafts are worth distilling). {own} {free}"
+        sentence = f"Go with {best.name} ({len(goes)} of {len(ways)} drafts are worth distilling). {words} {free}"
     others = next(of for of in ways if of[0] is best)
     if len(others) > 1:
-        gives = ", ".join(f"{one.drafting} gives {one.pace[0]:.2f}x" for one in others)
+        gives = ", ".join(f"{way.drafting} gives {way.pace[0]:.2f}x" for way in others)
         sentence += f" As it is, drafting {gives}."
     assert best.lead is not None
     return best.lead.decision, best, sentence

@@ -57,11 +57,11 @@ def assumptions(plan: Plan) -> list[str]:
             f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule; gammas and batch sizes are those "
             "that it was timed at, so --gammas and --batch-sizes are not used"
         ]
-    given = plan.given.verify_seconds[1]
+    verify = plan.given.verify_seconds[1]
     free = "no verify call is given, so it is assumed to cost one target step (v = 1); that favours large gammas"
     return [
         "times are given, not measured, and the same for every draft and rule",
-        f"a verify call takes {1e3 * given:g} ms at every gamma" if given > plan.given.target_seconds else free,
+        f"a verify call takes {1e3 * verify:g} ms at every gamma" if verify > plan.given.target_seconds else free,
     ]
 
 
@@ -77,12 +77,12 @@ def busy_machine(seconds: Sequence[float]) -> list[str]:
 
 def print_probe(console: Console, result: Probe) -> None:
     """Print the tables of a probe, then the sentences, so that they stay on the screen."""
-    for one in result.drafts:
-        if one.refused is not None:
-            console.print(Text(f"{one.name}: refused: {one.refused}", style="yellow"))
+    for prospect in result.drafts:
+        if prospect.refused is not None:
+            console.print(Text(f"{prospect.name}: refused: {prospect.refused}", style="yellow"))
     console.print(prices_table(result))
-    for one in result.usable:
-        console.print(outlook_table(one, result))
+    for prospect in result.usable:
+        console.print(outlook_table(prospect, result))
     if result.usable:
         console.print(ways_table(result))
         console.print(break_even_table(result.usable))
@@ -98,9 +98,9 @@ def probe_lines(result: Probe) -> list[str]:
         f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain greedy text on "
         f"{checks['greedy_equal']} of {checks['prompts']} prompts"
         + (f" ({len(checks['near_ties'])} near-ties)" if checks["near_ties"] else ""),
-        *(f"warning: {said}" for said in checks["warnings"]),
+        *(f"warning: {words}" for words in checks["warnings"]),
         f"text: {settings.prompts} prompts, {texts}",
-        *(f"assumption: {said}" for said in result.assumptions),
+        *(f"assumption: {words}" for words in result.assumptions),
         *(f"note: {note}" for note in result.notes),
         *([] if result.memory is None else result.memory.lines()),
     ]
@@ -118,15 +118,15 @@ def probe_lines(result: Probe) -> list[str]:
                 f"at {about.text}, the mean of the target's largest probability"
             )
     baseline = next(row.speed_up or 1.0 for row in result.lookups if row.text == settings.lead_text)
-    for one in result.drafts:
-        lines += [f"note: {one.name}: {note}" for note in one.notes]
-        if one.refused is None:
-            said, seen = too_few(settings.prompts), one.detectable_alpha or 0.0
-            if said is None and seen >= 0.0005:
+    for prospect in result.drafts:
+        lines += [f"note: {prospect.name}: {note}" for note in prospect.notes]
+        if prospect.refused is None:
+            words, seen = too_few(settings.prompts), prospect.detectable_alpha or 0.0
+            if words is None and seen >= 0.0005:
                 more = f"{4 * settings.prompts} prompts detect {seen / 2:.3f}"
-                said = f"{settings.prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; {more}"
-            lines += [] if said is None else [f"{one.name}: {said}"]
-            lines += [draft_sentence(one, baseline)] if len(result.drafts) > 1 else []
+                words = f"{settings.prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; {more}"
+            lines += [] if words is None else [f"{prospect.name}: {words}"]
+            lines += [draft_sentence(prospect, baseline)] if len(result.drafts) > 1 else []
     return [*lines, f"Verdict: {result.sentence}"]
 
 
@@ -138,12 +138,12 @@ def prices_table(result: Probe) -> Table:
         title=f"{result.settings.times} times",
         caption="c: draft call (a token, or a block in one pass) / target step; perfect draft: speed-up at alpha 1 @ gamma",
     )
-    for one in result.target_prices:
-        table.add(TARGET, "", one.batch_size, 1e3 * one.target_step_seconds, None, None, _verify(one), "")
-    for one in (price for prospect in result.usable for price in prospect.prices):
-        seconds = 1e3 * one.target_step_seconds, 1e3 * one.draft_step_seconds
-        perfect = Cell(_times(one.perfect_speed_up, one.perfect_gamma), mark="hopeless" if one.hopeless else "")
-        table.add(one.way, one.rule, one.batch_size, *seconds, one.cost_ratio, _verify(one), perfect)
+    for row in result.target_prices:
+        table.add(TARGET, "", row.batch_size, 1e3 * row.target_step_seconds, None, None, _verify(row), "")
+    for row in (price for prospect in result.usable for price in prospect.prices):
+        seconds = 1e3 * row.target_step_seconds, 1e3 * row.draft_step_seconds
+        perfect = Cell(_times(row.perfect_speed_up, row.perfect_gamma), mark="hopeless" if row.hopeless else "")
+        table.add(row.way, row.rule, row.batch_size, *seconds, row.cost_ratio, _verify(row), perfect)
     return table
 
 
@@ -166,16 +166,16 @@ def outlook_table(prospect: Prospect, result: Probe) -> Table:
         caption="@: gamma; headroom: ceiling minus alpha; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
         "(the usual result from this start), and at the ceiling of the rule",
     )
-    for one in prospect.outlooks:
-        now, gamma = one.now, one.now.gamma or min(3, max(one.taus))
+    for outlook in prospect.outlooks:
+        now, gamma = outlook.now, outlook.now.gamma or min(3, max(outlook.taus))
         table.add(
             now.text,
-            Cell(now.rule, note=DECISION_WORDS[one.decision]),
+            Cell(now.rule, note=DECISION_WORDS[outlook.decision]),
             Cell(now.alpha, ci=now.alpha_ci),
-            (one.ceiling.alpha or 0.0) - (now.alpha or 0.0),
-            " ".join(f"{kept:.2f}" for kept in one.survival[:3]),
-            Cell(one.taus[gamma], note=f"@{gamma}"),
-            *(_times(row.speed_up or 1.0, row.gamma or 0) for row in (now, one.distilled, one.ceiling)),
+            (outlook.ceiling.alpha or 0.0) - (now.alpha or 0.0),
+            " ".join(f"{kept:.2f}" for kept in outlook.survival[:3]),
+            Cell(outlook.taus[gamma], note=f"@{gamma}"),
+            *(_times(row.speed_up or 1.0, row.gamma or 0) for row in (now, outlook.distilled, outlook.ceiling)),
         )
     return table
 

@@ -106,11 +106,11 @@ def recommended(points: Sequence[Point]) -> tuple[Point, str] | None:
     fastest = max(points, key=lambda point: point.speed_up)
     ends = fastest.speed_ups[1][1]
     near = [one for one in points if one.frontier and ((own := one.speed_ups[1][1]) and ends and own[1] >= ends[0])]
-    found = near[0] if near else fastest
+    chosen = near[0] if near else fastest
     other = f"not certainly slower than the fastest ({fastest.name}, {fastest.speed_up:.2f}x)"
-    size = f"{found.bytes / MEGABYTE:,.1f} MB, {found.hours:.2f} hours"
-    why = f"it is the smallest draft that is {'the fastest' if found is fastest else other}"
-    return found, f"Recommended: {found.name}: {found.speed_up:.2f}x, {size}; {why}."
+    size = f"{chosen.bytes / MEGABYTE:,.1f} MB, {chosen.hours:.2f} hours"
+    why = f"it is the smallest draft that is {'the fastest' if chosen is fastest else other}"
+    return chosen, f"Recommended: {chosen.name}: {chosen.speed_up:.2f}x, {size}; {why}."
 
 
 def frontier_table(points: Sequence[Point]) -> Table:

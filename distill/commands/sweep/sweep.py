@@ -121,7 +121,7 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
     Returns the names of these stores. Finished shards never change, so they are linked, or copied if the disk cannot link. The run itself
     makes what is still missing, in new files.
     """
-    given, folder = [], trial.config.folder
+    shared, folder = [], trial.config.folder
     for other in (one.config.folder for one in others if one.answers_key == trial.answers_key):
         for store in sorted((other / RESPONSES).glob("*")):
             to = folder / store.relative_to(other)
@@ -132,12 +132,12 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
                 hidden = shutil.ignore_patterns(".*")
                 shutil.copytree(store, temporary, ignore=hidden, copy_function=_link_or_copy)
                 os.replace(temporary, to)
-                given.append(RESPONSES)
+                shared.append(RESPONSES)
                 # Prompts rendered on another day can differ, and so can a model under the same name.
                 for name in (DAY, SERVER_IDENTITY):
                     if store.with_name(name).exists():
                         shutil.copyfile(store.with_name(name), to.with_name(name))
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(shared))
 
 
 def _link_or_copy(file: str, to: str) -> None:

@@ -93,12 +93,12 @@ def mean_of(rows: Sequence[Measured]) -> Measured:
     """The draft's figures as means over runs, with Student's interval; those of a single run unchanged."""
     if len(rows) == 1:
         return rows[0]
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in FIGURES:
         values = [value for row in rows if (value := getattr(row, name)) is not None]
-        found |= {name: float(np.mean(values)) if values else None, f"{name}_ci": t_interval(values)}
+        figures |= {name: float(np.mean(values)) if values else None, f"{name}_ci": t_interval(values)}
     gamma = rows[0].gamma if len({row.gamma for row in rows}) == 1 else None
-    return Measured(DRAFT, rows[0].rule, gamma=gamma, how=rows[0].how, **found)
+    return Measured(DRAFT, rows[0].rule, gamma=gamma, how=rows[0].how, **figures)
 
 
 def value_text(value: object) -> str:
