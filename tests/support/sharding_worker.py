@@ -21,6 +21,7 @@ from tiny_training import (
     fit,
     forget_accelerators,
     make_loop,
+    make_mask_token,
     run_config,
     step_of,
     tiny_tokenizer,
@@ -69,7 +70,7 @@ def tiny_student(variant: str) -> Any:
     if "recomputed" in variant:
         model.gradient_checkpointing_enable()
     if "blocks" in variant:
-        model.config.pard_token = 0
+        make_mask_token(model, 0)
     if "lora" in variant:
         torch.manual_seed(3)
         return add_lora(model, 4, 8, "all-linear", mask_token_of(model.config)).to(torch.float64)

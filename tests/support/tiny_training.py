@@ -23,6 +23,7 @@ from distill.config.load import parse_config
 from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.models.carving.layers import carve
+from distill.models.mask_token import give_mask_token
 from distill.run.checkpoint import resume_point
 from distill.run.run import Run
 from distill.train import judge_all
@@ -31,6 +32,7 @@ from distill.training.module import DraftModule
 from distill.training.sharding import whole
 from distill.training.teacher import Teacher
 from distill.training.trainer import StepResult, Trainer
+from speculative.engine.models import mask_token_of
 
 TOKENS = 300
 train_tokenizer = bench("train_target").train_tokenizer
@@ -160,6 +162,16 @@ class ScriptedJudge:
         return f"step {record['step']}"
 
 
+def make_mask_token(draft: Any, token: int) -> None:
+    """Makes this token the mask token of a draft, with the mean of all embeddings as its own."""
+    if mask_token_of(draft.config) != token:
+        with torch.no_grad():
+            table = draft.get_input_embeddings().weight
+            table[token] = table.mean(0)
+    draft.config.pard_token = token
+    give_mask_token(draft, tiny_tokenizer(), ())
+
+
 def make_loop(
     config: RunConfig,
     judge: Any = None,
@@ -181,7 +193,7 @@ def make_loop(
         make_survival(config.student.parallel),
     )
     if module.survival is not None:
-        module.inner.config.pard_token = 0
+        make_mask_token(module.inner, 0)
     examples = examples if examples is not None else examples_of([9, 12, 7, 15, 10, 8, 11, 14, 6, 13])
     run = Run(config, accelerator, resume_point(config.folder)[0])
     batches = BatchSource(run, examples)

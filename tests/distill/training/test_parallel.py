@@ -20,6 +20,7 @@ from tiny_training import (
     fit,
     fresh_accelerator,
     make_loop,
+    make_mask_token,
     metrics_of,
     run_config,
     step_of,
@@ -33,13 +34,11 @@ from distill.config.run import RunConfig
 from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival
 from distill.models.carving.layers import carve
-from distill.models.mask_token import give_mask_token
 from distill.run.run import Run
 from distill.training.batches import make_batches
 from distill.training.micro_batch import trial_batch, trial_step
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher, topk_signal
-from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 
 MASK = 0
@@ -55,11 +54,7 @@ def texts_of(lengths: tuple[int, ...], prompt: int = 3, vocab: int = TOKENS) -> 
 
 
 def parallel_module(student: Any, objective: Objective, tokens: int = 4, retain: float = 0.6) -> DraftModule:
-    if mask_token_of(student.config) is None:
-        student.config.pard_token, table = MASK, student.get_input_embeddings().weight
-        with torch.no_grad():
-            table[MASK] = table.mean(0)
-    give_mask_token(student, tiny_tokenizer(), ())
+    make_mask_token(student, MASK)
     module = DraftModule(student, objective, Survival(tokens, retain))
     module.survival.kept_J = [0.8 / (1 + place) for place in range(tokens)]
     return module
