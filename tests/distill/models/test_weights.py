@@ -34,31 +34,31 @@ def drafting_layer(weights: Weights) -> Weights:
     return weights | {re.sub(r"layers\.0", "layers.2", name): value for name, value in weights.items() if LAYER in name}
 
 
+def adding(*names: str) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | dict.fromkeys(names, ONE)
+
+
+def unchanged(weights: Weights) -> Weights:
+    return weights
+
+
+def under_another_name(weights: Weights) -> Weights:
+    return {f"base_model.model.{name}": value for name, value in weights.items()}
+
+
+def without_head(weights: Weights) -> Weights:
+    return {name: value for name, value in weights.items() if name != "lm_head.weight"}
+
+
 @pytest.mark.parametrize(
     ("change", "config"),
     [
-        (
-            lambda weights: (
-                weights | {f"{LAYER}self_attn.rotary_emb.inv_freq": ONE, f"{LAYER}self_attn.masked_bias": ONE}
-            ),
-            {},
-        ),
-        (
-            lambda weights: weights | {f"{LAYER}self_attn.k_scale": ONE, f"{LAYER}self_attn.v_proj.output_scale": ONE},
-            {},
-        ),
-        (
-            lambda weights: (
-                weights | {"v_head.summary.weight": ONE, "mtp.fc.weight": ONE, "model.mtp_layers.0.norm.weight": ONE}
-            ),
-            {},
-        ),
-        (lambda weights: weights | {"model.visual.blocks.0.weight": ONE, "vision_tower.embeddings.weight": ONE}, {}),
+        (adding(f"{LAYER}self_attn.rotary_emb.inv_freq", f"{LAYER}self_attn.masked_bias"), {}),
+        (adding(f"{LAYER}self_attn.k_scale", f"{LAYER}self_attn.v_proj.output_scale"), {}),
+        (adding("v_head.summary.weight", "mtp.fc.weight", "model.mtp_layers.0.norm.weight"), {}),
+        (adding("model.visual.blocks.0.weight", "vision_tower.embeddings.weight"), {}),
         (drafting_layer, {"num_nextn_predict_layers": 1}),
-        (
-            lambda weights: {name: value for name, value in weights.items() if name != "lm_head.weight"},
-            {"tie_word_embeddings": True},
-        ),
+        (without_head, {"tie_word_embeddings": True}),
     ],
 )
 def test_weights_that_change_no_logit_are_left_out(change: Any, config: dict[str, Any], tmp_path: Path) -> None:
@@ -66,20 +66,26 @@ def test_weights_that_change_no_logit_are_left_out(change: Any, config: dict[str
     load_model("target", saved(tmp_path, change, **config))
 
 
+SCALE, FP8 = f"{LAYER}mlp.up_proj.weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
 @pytest.mark.parametrize(
     ("change", "config", "text"),
     [
-        (lambda weights: weights | {"lm_head.bias": ONE}, {}, "weight lm_head.bias is in the files, and .*LlamaForCausalLM does not use it"),
+        (adding("lm_head.bias"), {}, "weight lm_head.bias is in the files, and .*LlamaForCausalLM does not use it"),
         (drafting_layer, {}, r"weight model\.layers\.2\.\S+ is in the files"),
-        (lambda weights: weights, {"num_hidden_layers": 3}, r"weight model\.layers\.2\.\S+ is missing in the files \(of 9 that do not fit\)"),
-        (lambda weights: weights, {"intermediate_size": 24}, r"weight \S+proj.weight has shape .* in the files, .*24.* by config.json"),
-        (lambda weights: {f"base_model.model.{name}": value for name, value in weights.items()}, {}, "weight base_model.model.lm_head.weight is in"),
-        (lambda weights: weights | {f"{LAYER}mlp.up_proj.weight_scale": ONE, f"{LAYER}mlp.up_proj.input_scale": ONE},
-         {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, r"input_scale .*quantised in a way .* \(modelopt\); give the model before"),
-        (lambda weights: weights | {f"{LAYER}mlp.up_proj.weight_scale": ONE}, {}, r"weight_scale .*\(config.json does not say how\)"),
-        (lambda weights: weights | {"fc.weight": ONE, "d2t": ONE}, {}, r"is a draft head, .*\(weight d2t\)"),
+        (unchanged, {"num_hidden_layers": 3}, r"layers\.2\.\S+ is missing in the files \(of 9 that do not fit\)"),
+        (unchanged, {"intermediate_size": 24}, r"\S+proj.weight has shape .* in the files, .*24.* by config.json"),
+        (under_another_name, {}, "weight base_model.model.lm_head.weight is in"),
+        (
+            adding(SCALE, f"{LAYER}mlp.up_proj.input_scale"),
+            {"quantization_config": FP8},
+            r"input_scale .*quantised in a way .* \(modelopt\); give the model before",
+        ),
+        (adding(SCALE), {}, r"weight_scale .*\(config.json does not say how\)"),
+        (adding("fc.weight", "d2t"), {}, r"is a draft head, .*\(weight d2t\)"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_do_not_fit_are_one_line(
     change: Any, config: dict[str, Any], text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +117,7 @@ def test_an_expert_that_is_missing_is_named(verbosity: Callable[[int], None], tm
 
 
 def test_a_pad_token_without_a_row_names_the_key(tmp_path: Path) -> None:
-    text = refused(load_model, "target", saved(tmp_path, lambda weights: weights, pad_token_id=5000))
+    text = refused(load_model, "target", saved(tmp_path, unchanged, pad_token_id=5000))
     assert "config.json: pad_token_id has no row in the embedding; set it to an id below vocab_size" in text
 
 

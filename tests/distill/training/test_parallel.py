@@ -69,7 +69,7 @@ def in_blocks(example: Example, depths: Any) -> Example:
 
 
 def one_by_one(module: DraftModule, target: Any, examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """The slow twin: a forward of prefix and masks for each block, all logits, autograd. (Summed loss, survival sums of the deepest blocks)"""
+    """The slow twin: a forward of prefix and masks for each block, all logits. (Summed loss, survival sums of the deepest blocks)"""
     total, survival = torch.zeros((), dtype=torch.float64), torch.zeros(2, len(module.survival.kept_J))
     for example in examples:
         ids, deepest = torch.from_numpy(example.input_ids.astype(np.int64)), int(np.argmax(example.depths))
