@@ -46,7 +46,7 @@ class EndpointTarget:
     no_completion = "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server and end in /v1"
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
-        """``tokenizer``: the target's, to read responses of servers that return only text; ``vocab_rows``: rows of its head.
+        """``tokenizer``: the target's; ``vocab_rows``: rows of its head.
 
         ``record``: file that records which model answered before; see `data.responses.served`.
         """
@@ -236,21 +236,15 @@ class EndpointTarget:
         return ids
 
     def _ids_of(self, choice: Choice) -> list[int]:
-        """Token ids of a response: as returned, from the names of its tokens, or from its text if that is unambiguous."""
+        """Token ids of a response: as returned, or from the names of its tokens."""
         if choice.get("token_ids") is not None:
             return [int(token) for token in choice["token_ids"]]
         names = (choice.get("logprobs") or {}).get("tokens") or []
-        if names and all(str(name).startswith("token_id:") for name in names):
+        if (names or not choice.get("text")) and all(str(name).startswith("token_id:") for name in names):
             return [int(str(name).removeprefix("token_id:")) for name in names]
-        ids = [int(token) for token in self.tokenizer(choice.get("text") or "", add_special_tokens=False)["input_ids"]]
-        # One text can be several token sequences, so the pieces must be those that the server lists.
-        pieces = [self.tokenizer.decode([token]) for token in ids]
-        if pieces != list(names)[: len(ids)] or len(names) - len(ids) not in (0, 1):
-            raise UserError(
-                f"{self.endpoint.url}: returns no token ids, and its text does not split into the {len(names)} tokens it lists; "
-                "use a server with return_token_ids (vLLM 0.10.2 or later)"
-            )
-        return ids
+        raise UserError(
+            f"{self.endpoint.url}: returns no token ids; use a server with return_token_ids (vLLM 0.10.2 or later)"
+        )
 
     def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
         """Refuse a server that returns raw probabilities if the sampling settings change them.

@@ -48,7 +48,6 @@ class Engine:
     total: str = "_total"
     ids: bool = True
     unlisted: int = 0
-    takes_ids: bool = True
     tokenizer: Any = None
     prompts: list[Any] = field(default_factory=list)
     made: dict[Any, dict[tuple[int, ...], tuple[list[int], list[int], list[int]]]] = field(default_factory=dict)
@@ -208,11 +207,7 @@ class Handler(BaseHTTPRequestHandler):
             if engine.tokenizer is not None:
                 choice["prompt_token_ids"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             self.reply(200, {"choices": [choice]})
-        elif not engine.takes_ids and isinstance(request["prompt"], list):
-            self.reply(400, {"error": {"message": "prompt: a string is expected", "code": 400}})
         else:
-            if isinstance(request["prompt"], str):
-                request["prompt"] = engine.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 body = engine.complete(request)
             if request.get("stream"):

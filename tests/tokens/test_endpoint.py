@@ -81,6 +81,19 @@ def test_greedy_responses_are_those_of_local_decoding(server: Any, tmp_path: Pat
     assert {row.finished for row in theirs} == {True, False}
 
 
+@pytest.mark.parametrize("keeps_end_token", [True, False])
+def test_ids_are_read_from_the_names_of_tokens(server: Any, tmp_path: Path, keeps_end_token: bool) -> None:
+    url, behaviour = server
+    settings = with_common_end_token(tmp_path, GREEDY)
+    behaviour.token_ids, behaviour.keeps_end_token = False, keeps_end_token
+    rows = locally(tmp_path / "local", settings)
+    answers = [target_at(url).answer(row.prompt_ids, settings, "key") for row in rows]
+    ours = [(row.response_ids, row.finished) for row in rows]
+    assert [(answer.response_ids, answer.finished) for answer in answers] == ours
+    behaviour.token_names = False
+    assert "returns no token ids" in refused(lambda: target_at(url).answer([5, 6], settings, "key"))
+
+
 def test_requests_say_all_settings_and_the_key_of_a_response_makes_its_seed(server: Any, tmp_path: Path) -> None:
     url, behaviour = server
     rows = made(target_at(url), tmp_path / "a", SAMPLED, samples=2)
@@ -109,44 +122,6 @@ def test_sampled_responses_carry_their_probability_under_the_settings(server: An
         wanted = probs.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0].log()
         # float32 forwards over texts of other lengths
         torch.testing.assert_close(torch.tensor(row.log_target_probs), wanted, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("keeps_end_token", [True, False])
-@pytest.mark.parametrize("ids_from", ["names", "text"])
-def test_ids_are_found_without_return_token_ids(
-    server: Any, tmp_path: Path, ids_from: str, keeps_end_token: bool
-) -> None:
-    url, behaviour = server
-    settings = with_common_end_token(tmp_path, GREEDY)
-    behaviour.token_ids, behaviour.token_names = False, ids_from == "names"
-    behaviour.keeps_end_token = keeps_end_token
-    target, ours = target_at(url), locally(tmp_path / "local", settings)
-    found = [said_by(target, row, settings) for row in ours]
-    for row, answer in zip(ours, found, strict=True):
-        assert answer in ((row.response_ids, row.finished), None), "never other tokens than were sampled"
-    # A random model's text seldom splits into the tokens it was made of; what does not is refused.
-    assert None not in found or ids_from == "text"
-
-
-def said_by(target: EndpointTarget, row: Row, settings: DecodeSettings) -> tuple[list[int], bool] | None:
-    """(ids, finished) of the server's response to a row's prompt; None when the ids cannot be told."""
-    try:
-        answer = target.answer(row.prompt_ids, settings, "key")
-    except UserError as error:
-        if "return_token_ids" not in str(error):
-            raise
-        return None
-    return answer.response_ids, answer.finished
-
-
-def test_a_text_that_splits_into_its_own_tokens_is_read(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, behaviour = server
-    behaviour.token_ids = behaviour.token_names = False
-    wanted = tiny_tokenizer()("def add(first, second):", add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(
-        model_server, "generate", lambda _prompt, _request, _processed: (wanted, [0.0] * len(wanted), False)
-    )
-    assert target_at(url).answer([5, 6], GREEDY, "key").response_ids == wanted
 
 
 def topk_locally(row: Row, k: int) -> TopKSignal:
@@ -302,12 +277,6 @@ def test_a_wrong_key_is_one_line(server: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "MY_KEY" in refused(lambda: target_at(url, api_key_env="MY_KEY").model)
     monkeypatch.setenv("MY_KEY", "right")
     assert target_at(url, api_key_env="MY_KEY").model == "tiny"
-
-
-def test_one_of_several_models_may_be_named(server: Any) -> None:
-    url, behaviour = server
-    behaviour.served = ("one", "two")
-    assert target_at(url, model="two").model == "two"
 
 
 def test_another_model_under_the_same_name_is_refused_and_the_same_at_another_url_is_not(

@@ -62,7 +62,6 @@ class EngineClient(EndpointTarget):
         self.engine: Engine = UNKNOWN
         self.version = ""
         self.timed = False  # whether only time and counts matter, not token ids
-        self._as_text = False
 
     def identify(self) -> None:
         """Find the engine's name and version, as far as it states them, and check that its tokenizer is ours.
@@ -89,19 +88,9 @@ class EngineClient(EndpointTarget):
         dialect = self.engine.dialect
         extras = dialect.timed(settings.seed) if self.timed else {}
         options = request_of(settings, key) | dict(extras or dialect.asks)
-        if self._as_text:  # The text already contains the special tokens.
-            options |= {"add_special_tokens": False}
-        import openai
-
         start = time.perf_counter()
-        try:
-            headers = _LAST if dialect.closes_streams and options.get("stream") else None
-            response = self._response(self._prompt(prompt_ids), headers, **options)
-        except UserError as error:
-            if self._as_text or not isinstance(error.__cause__, openai.BadRequestError):
-                raise
-            self._as_text = True
-            return self.ask(prompt_ids, settings, key)
+        headers = _LAST if dialect.closes_streams and options.get("stream") else None
+        response = self._response(list(prompt_ids), headers, **options)
         seconds, content = time.perf_counter() - start, response.content
         first = None if content.lstrip().startswith(b"{") else response.extensions.get("first_part", start) - start
         whole = json.loads if first is None else _joined
@@ -197,11 +186,6 @@ class EngineClient(EndpointTarget):
         gone = isinstance(error, openai.APIConnectionError)
         what = f"no server answers ({error.__cause__ or said})" if gone else f"{type(error).__name__}: {said}"
         return f"{self.endpoint.url}: {what}"
-
-    def _prompt(self, prompt_ids: Sequence[int]) -> Any:
-        """The prompt as token ids, or as text for an engine that refuses ids."""
-        ids = list(prompt_ids)
-        return self.tokenizer.decode(ids, skip_special_tokens=False) if self._as_text else ids
 
 
 def _joined(stream: bytes) -> dict[str, Any]:

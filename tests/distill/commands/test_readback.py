@@ -22,7 +22,7 @@ from distill.cli import app
 from distill.commands.drift.sources import read_answers
 from distill.commands.readback import source
 from distill.commands.readback.asking import Replies
-from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts, waits
+from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol.client import Answer
@@ -239,13 +239,6 @@ def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
     assert asked == [str(run), "served.gguf"]
 
 
-def test_an_engine_that_refuses_token_ids_gets_the_text(
-    make: Callable[..., Engine], run: Path, frozen: FrozenText
-) -> None:
-    found = read(make(takes_ids=False, tokenizer=frozen.target.tokenizer), run, rule="greedy")
-    assert (found.agrees, found.greedy.same, found.served.prompts) == (True, True, 10)
-
-
 def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Callable[..., Engine], run: Path) -> None:
     with running_engine(make()) as url, running_engine(make(draft=None)) as plain:
         found = readback_command(ReadbackOptions(url, run, plain=plain, gamma=GAMMA))
@@ -332,17 +325,6 @@ def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -
     assert found.served.per_token_ms["p90"] == pytest.approx(np.percentile(per_token, 90))
     titles = {table.title: table for table in readback_tables(found)}
     assert titles["p50 / p90 / p99"].texts()[0][:2] == ["draft", "1"]
-
-
-def test_waits_by_hand_and_none_without_a_stream() -> None:
-    answers = [
-        Answer("", None, "", False, last, None, tokens, {}, first)
-        for first, last, tokens in ((0.1, 0.5, 5), (0.3, 0.3, 1))
-    ]
-    found = waits(answers)
-    assert found["first_token_ms"] == pytest.approx({"p50": 200.0, "p90": 280.0, "p99": 298.0})
-    assert found["per_token_ms"] == pytest.approx({"p50": 100.0, "p90": 100.0, "p99": 100.0})
-    assert set(waits([Answer("", None, "", False, 1.0, None, 5, {})]).values()) == {None}
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -18,9 +18,6 @@ from readback_run import GAMMA
 from refusals import refused
 from rich.console import Console
 
-from distill.commands.compare.compare import compare_command
-from distill.commands.compare.options import CompareOptions
-from distill.commands.compare.screen import engine_table
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.screen import assumptions
@@ -107,23 +104,6 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
     (timed_run / ENGINE_COSTS).unlink()
     assert "predicted (engine" not in write_page(timed_run).read_text()
     assert engine_parts(load_verdict(timed_run)) == []
-
-
-def test_compare_predicts_in_the_engine_without_the_targets_weights(timed_run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(timed_run, other, symlinks=True)
-    (other / ENGINE_COSTS).unlink()
-    names = [str(timed_run), str(other), f"lookup+draft:{timed_run}"]
-    result, _ = compare_command(CompareOptions(names, timing=False))
-    first, without, lookup = result.ways
-    assert first.engine == "predicted (engine vLLM 0.32.0)"
-    assert (without.engine, list(without.in_engine), list(lookup.in_engine)) == (None, [], [])
-    taus, row = dict(zip(first.gammas, first.taus, strict=True)), result.row(first.way)
-    expected = costs_of().rows(taus, result.rule, row.tokens / row.prompts)
-    assert [(one.concurrency, one.gamma, one.speed_up) for one in first.in_engine] == [
-        (one.concurrency, one.gamma, one.speed_up) for one in expected
-    ]
-    assert f"{expected[0].speed_up:.2f}x" in " ".join(engine_table(result).texts()[0])
 
 
 def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> None:

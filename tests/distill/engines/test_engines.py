@@ -81,13 +81,6 @@ def test_openvino_takes_what_it_keeps_the_distribution_of():
     assert "8-bit" in check("OpenVINO GenAI", replace(greedy, draft_quantised=True)).reasons[0]
 
 
-def test_vllms_traps_are_named():
-    said = " ".join(check("vLLM", GOOD).notes)
-    for trap in ("0.15", "May 2026", "VLLM_USE_V2_MODEL_RUNNER=0", "`block` works on V2 only", "tau 3.80", "`fly`"):
-        assert trap in said
-    assert "rejection_sample_method" not in check("vLLM", GOOD).command
-
-
 @pytest.mark.parametrize("quantised", [False, True])
 def test_sglang_command(quantised):
     words, given = options(check("SGLang", replace(GOOD, target_quantised=quantised)).command)
@@ -252,13 +245,6 @@ def test_a_command_finds_the_pair_wherever_the_directory_lies(tmp_path):
     assert '"model":"/elsewhere/a b"' in words[4]
 
 
-def test_engines_that_are_not_judged_are_told_of_honestly():
-    said = " ".join(others(GOOD))
-    for name in ("MLX-LM", "LM Studio", "TabbyAPI", "Fireworks", "Ollama", "LMDeploy", "TGI"):
-        assert name in said
-    assert "--draft-token-count 5" in said
-
-
 def refusing(**changes):
     """The engines that have a reason that they do not have for GOOD."""
     found = {verdict.engine: set(verdict.reasons) for verdict in check_all(replace(GOOD, **changes))}
@@ -419,17 +405,6 @@ def facts_of(target_tokenizer, draft_tokenizer, **target_fields):
     target = TargetSide("t", config(12, max_position_embeddings=256, **target_fields), target_tokenizer, None)
     draft = TargetSide("d", config(10, max_position_embeddings=64), draft_tokenizer, None)
     return gather_facts(target, draft, "/d", gamma=3, measured_rule="greedy")
-
-
-def test_facts_of_equal_tokenizers():
-    facts = facts_of(Vocabulary("abcdefgh"), Vocabulary("abcdefgh"))
-    assert (facts.target_rows, facts.draft_rows, facts.measured_rule) == (12, 10, "greedy")
-    assert facts.first_difference is None
-    assert facts.first_difference_from_5 is None
-    assert facts.differences == {}
-    assert facts.token_rows == 8
-    assert not facts.target_quantised
-    assert facts.draft_context == 64
 
 
 def test_facts_of_different_tokenizers():
