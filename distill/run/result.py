@@ -48,7 +48,7 @@ class Losslessness(Record):
     passed: bool = Field(description="whether every test passed")
     sentence: Text = Field(description="the result in words")
     greedy: dict[str, Any] | None = Field(None, description="greedy text with and without the draft, token by token")
-    sampled: dict[str, Any] | None = Field(None, description="sampled text with and without it, by permutation test")
+    sampled: dict[str, Any] | None = Field(None, description="sampled text against the target's probabilities")
 
 
 class Score(Record):

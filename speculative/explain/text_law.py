@@ -1,11 +1,12 @@
-"""Is a served text the target's own? Two tests of it against the target's probabilities, by a plain forward over the whole text.
+"""Is a served text the target's own? Three tests of it against the target's probabilities, by a plain forward over the whole text.
 
-places     The position of each token in its distribution, which is uniform for a true sampler (`losslessness`).
+places     The position of each token in its distribution, which is uniform on [0, 1) for a true sampler (Rosenblatt 1952): the mass
+           of the tokens before it, plus a random share of its own. Once with the likelier tokens before it, once with the lower ids.
 log_prob   Mean log-probability of the tokens against the mean of minus the entropies: the text is as likely as expected.
            Given the text before, each token's log-probability has a known mean and variance, so the sum is a z-score.
 
 Acceptance alone is not enough: a draft may predict wrong text well.
-Shapes: R rows of a forward, V vocabulary, T tokens of a response.
+Shapes: R rows of a forward, V vocabulary, T tokens of a response, N of all, K equal bins of the unit interval.
 """
 
 from collections.abc import Sequence
@@ -16,17 +17,43 @@ import torch
 from scipy import special
 from transformers import PreTrainedModel
 
-from speculative.explain.losslessness import LEVEL, masses, uniformity
 from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
+LEVEL = 1e-3  # false-alarm rate of a check of text
+BINS = 16
+LEAST_PER_BIN = 5  # below this expected count a chi-square's p-value is not reliable
 # Log-probability used for an impossible token: one in a thousand may be rounding at the edge of a nucleus.
 IMPOSSIBLE = -20.0
 
 
+def _masses(probs_RV: torch.Tensor, token_ids_R: torch.Tensor) -> list[torch.Tensor]:
+    """[mass of likelier tokens, mass of the token and its ties, mass of lower ids, mass of the token alone], each (R,)."""
+    token_R1 = token_ids_R.unsqueeze(-1)
+    alone_R1 = probs_RV.gather(-1, token_R1)
+    lower_R1 = probs_RV.double().cumsum(-1).gather(-1, token_R1) - alone_R1
+    likelier_R, ties_R = (
+        torch.where(chosen_RV, probs_RV, 0.0).sum(-1, dtype=torch.float64)
+        for chosen_RV in (probs_RV > alone_R1, probs_RV == alone_R1)
+    )
+    return [likelier_R, ties_R, lower_R1.squeeze(-1), alone_R1.squeeze(-1).double()]
+
+
+def uniformity(likelier_N: np.ndarray, mass_N: np.ndarray, seed: int = 0) -> float:
+    """p-value of the chi-square test that `likelier + U x mass` of all tokens is uniform: under a true sampler the numbers are independent
+    and uniform, in whatever text and order. With few tokens there are fewer bins; with fewer than two bins the p-value is 1.
+    """
+    bins = min(BINS, len(mass_N) // LEAST_PER_BIN)
+    if bins < 2:
+        return 1.0
+    places_N = likelier_N + np.random.default_rng(seed).random(len(mass_N)) * mass_N
+    counts_K = np.bincount((places_N * bins).astype(int).clip(0, bins - 1), minlength=bins)
+    return float(special.chdtrc(bins - 1, ((counts_K - counts_K.mean()) ** 2).sum() / counts_K.mean()))
+
+
 @dataclass(frozen=True)
 class TextLaw:
-    """p: of both tests, Bonferroni. log_prob, expected: nats a token. impossible: tokens outside the target's distribution.
+    """p: of the three tests, Bonferroni. log_prob, expected: nats a token. impossible: tokens outside the target's distribution.
 
     log_target_probs: of each token of each text.
     """
@@ -45,7 +72,7 @@ class TextLaw:
 
 
 def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> TextLaw:
-    """Both tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
+    """All tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
     assert not settings.greedy, "nothing is sampled at temperature 0"
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
@@ -56,20 +83,20 @@ def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
         log_prob_R = logs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1)
         law = (log_prob_R, mean_R, square_R - mean_R**2)
-        return torch.stack([*masses(probs_RV, token_ids_R), *law], 1)
+        return torch.stack([*_masses(probs_RV, token_ids_R), *law], 1)
 
-    values = values_by_text(target, texts, columns, 5, "target")
-    likelier_T, own_T, log_prob_T, mean_T, variance_T = np.concatenate(values).T
-    places = uniformity([(likelier_T, own_T)], 0)
+    values = values_by_text(target, texts, columns, 7, "target")
+    *places, log_prob_T, mean_T, variance_T = np.concatenate(values).T
+    p_places = min(uniformity(*places[:2]), uniformity(*places[2:]))
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
     z = float((said_T - mean_T).sum()) / max(spread, 1e-9)
     p_log_prob = float(2 * special.ndtr(-abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
     return TextLaw(
-        min(1.0, 2 * min(places.p_value, p_log_prob)),
+        min(1.0, 3 * min(p_places, p_log_prob)),
         float(said_T.mean()),
         float(mean_T.mean()),
         len(said_T),
         int(np.isneginf(log_prob_T).sum()),
-        [values_T5[:, 2] for values_T5 in values],
+        [values_T7[:, 4] for values_T7 in values],
     )

@@ -22,7 +22,7 @@ def losslessness(asked: Asked, control: bool = True) -> Lossless:
 
     control: decode once more at 1.1 times the temperature, to show that the tests would have detected that.
 
-    Raises UserError: see `open_pair` and `Draft`; fewer than two samples.
+    Raises UserError: see `open_pair` and `Draft`.
     """
     pair, drafter = asked.opened()
     return tests.losslessness(
@@ -37,7 +37,7 @@ def losslessness(asked: Asked, control: bool = True) -> Lossless:
 
 
 def lossless_lines(result: Lossless) -> list[str]:
-    """Lines for the screen: every test with its numbers, then the answer."""
+    """Lines for the screen: both tests with their numbers, then the answer."""
     greedy, sampled = result.greedy, result.sampled
     lines = [
         f"greedy text       {greedy.equal} of {greedy.prompts} prompts equal ({greedy.tokens:,} tokens), "
@@ -45,20 +45,11 @@ def lossless_lines(result: Lossless) -> list[str]:
         *(f"  {line}" for line in greedy.differences[:5]),
     ]
     if sampled is not None:
-        relabelled = sampled.permutation
-        parts = ", ".join(f"{name} {p_value:.2g}" for name, p_value in relabelled.parts.items())
+        settings = ", ".join(f"{name} {value:g}" for name, value in sampled.tested_at.items())
+        outside = f", {sampled.impossible} of probability 0" if sampled.impossible else ""
         lines.append(
-            f"with and without  p = {relabelled.p_value:.2g} ({sampled.prompts} prompts x {sampled.samples}, "
-            f"{relabelled.permutations:,} relabellings; alone: {parts})"
+            f"sampled text      p = {sampled.p:.2g} ({sampled.prompts} prompts x {sampled.samples}, {sampled.tokens:,} tokens{outside}; {settings})"
         )
-        for name, test in (("first tokens", sampled.first_token), ("every token", sampled.every_token)):
-            lines.append(
-                f"{name:<17} p = {test.p_value:.2g} (chi-square of {test.tokens:,} against the target's probabilities"
-                + (f", {test.impossible} of probability 0" if test.impossible else "")
-                + ")"
-            )
-        if not sampled.judged_every:
-            lines.append(f"`every token` is not judged, because {result.dtype} rounds at the edge of top-p and top-k")
         lines.append(f"a correct decoder fails this check at most about once in {round(1 / LEVEL):,} uses")
     return [*lines, result.sentence]
 

@@ -384,13 +384,13 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
 def test_rules_of_one_tau_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
     def predict(_: Any, rule: str, gamma: int) -> Predicted:
         return Predicted(
-            Rule.named(rule), gamma, {"sample": 1.6, "sample-untruncated": 1.6}.get(rule, 1.2), (1.5, 1.7), 0.0, True
+            rule, gamma, {"sample": 1.6, "sample-untruncated": 1.6}.get(rule, 1.2), (1.5, 1.7), 0.0, True
         )
 
     settings = SimpleNamespace(sampling=SamplingSettings(0.7, top_p=0.9))
     replayer: Any = SimpleNamespace(replies=SimpleNamespace(settings=settings), predict=predict)
     monkeypatch.setattr(
-        source, "foreign", lambda counted, replayer, found: ["draft: another"] * (found.rule == strange)
+        source, "foreign", lambda counted, replayer, found: ["draft: another"] * (found.rule.name == strange)
     )
     found = source._rule(ReadbackOptions("", None), Counted("", None, 100, 160, 1, None, None), replayer, 1, True)
     assert {found.rule, strange} == {"sample", "sample-untruncated"}

@@ -325,7 +325,6 @@ def test_the_losslessness_of_a_config_is_checked_and_read_aloud(pair):
     found = losslessness(asked_of(pair, prompts=6, samples=8))
     assert not found.failed, found.sentence
     assert (found.sampled.prompts, found.sampled.samples, found.dtype) == (6, 8, "float32")
-    assert found.sampled.every_token.tokens <= 6 * 8 * 16
     lines = lossless_lines(found)
     assert lines[0].startswith("greedy text       6 of 6 prompts equal")
     assert lines[-1] == found.sentence

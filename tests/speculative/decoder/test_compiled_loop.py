@@ -513,7 +513,7 @@ def test_a_fault_in_compiled_code_is_heard(
             decode(target, None, PROMPTS[:1], DecodeSettings(GREEDY, 0, Rule.named("greedy"), 4))
         return
     settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=32)
-    asked = {"samples": 96, "permutations": 3999, "batch_size": 384, "control": False}
+    asked = {"samples": 96, "batch_size": 384, "control": False}
     found = losslessness(target, drafter, prompts_of([5, 9, 3, 7]), settings, **asked)
     assert bool(found.failed) == (fault != NONE)
     assert ("NOT lossless" in found.sentence) == (fault != NONE)

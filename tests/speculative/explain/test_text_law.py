@@ -25,8 +25,7 @@ def target() -> Any:
 
 
 def texts_at(target: Any, sampling: SamplingSettings, count: int = 24, seed: int = 1) -> list[Response]:
-    rule: Any = "greedy" if sampling.greedy else "sample"
-    settings = DecodeSettings(sampling, 0, rule, 24, (), seed)
+    settings = DecodeSettings(sampling, max_tokens=24, seed=seed)
     prompts = [(f"{number}", [1 + number % 50, 1 + number // 50, 3]) for number in range(count)]
     return decode(target, None, prompts, settings)[0]
 
