@@ -5,7 +5,6 @@ sees), C capacity, V vocabulary, N1 nodes of a token tree with its root.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.agreement import Check, fault_of, speed_warning
 from speculative.engine.cache import whole_steps
-from speculative.engine.calls import compiled_layers, grouped_queries
+from speculative.engine.calls import grouped_queries
 from speculative.engine.compiled.model import compiled_model
 from speculative.engine.fused.model import FusedModel, Scratch, fused_weights
 from speculative.engine.memory import Memory, cache_entry, give_back, take
@@ -25,7 +24,7 @@ from speculative.engine.models import (
     takes_logits_to_keep,
 )
 from speculative.engine.recurrent_model import RecurrentModel, recurrence_warning
-from speculative.engine.runners import COMPILED, COMPILED_GRAPH, EAGER, FUSED_GRAPH, GRAPHED
+from speculative.engine.runners import COMPILED, EAGER, FUSED_GRAPH, GRAPHED
 from speculative.engine.windows import by_layer_kind, window_kinds
 from speculative.errors import TooLittleMemory, UserError, out_of_memory
 from speculative.rules.tree import TokenTree
@@ -268,8 +267,7 @@ class CachedModel:
         if self._fused is not None:
             return self._fused(ids_RQ, positions_RQ, kept)
         self.cache.begin(positions_RQ, prefix)
-        with compiled_layers(self.model) if self.memory.kind == COMPILED_GRAPH else nullcontext():
-            return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
+        return self._call(ids_RQ, positions_RQ, self._masks(positions_RQ, prefix), kept)
 
     def static_prefix(self, stop: int) -> int:
         """Number of positions a compiled or captured call reads if its last written position is `stop` - 1."""

@@ -1,12 +1,9 @@
-"""Faster calls of a transformers model on a cache: grouped-query attention without copies, and layers compiled one by one.
+"""Faster calls of a transformers model on a cache: grouped-query attention without copies.
 
 With a mask, transformers' scaled dot product attention copies the keys and values of the whole prefix for every query head of a group.
 Here the heads of a group become further query tokens of their key/value head, so only the mask, which has no head and no width, is
 repeated. cuDNN makes a plan for every new shape: on CUDA it is left out. Not used: `flex_attention`, which is faster only on long texts (10
 against 45 us at 2,048 positions of an 8B layer on an H200) and compiles a kernel for each shape.
-
-Compiled layers: one compilation per shape serves all layers. A captured graph skips the compiler's checks, and compiling a deep model as a
-whole takes minutes. Plain decoders run in `engine/compiled` on a CPU and in `engine/fused` on CUDA instead.
 
 Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
 """
@@ -15,21 +12,17 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-from speculative.engine.cache import RaggedCache, RaggedLayer
-from speculative.engine.models import layer_stacks
 
 GROUPED = "understudy_grouped"  # Our name in transformers' table of attention functions.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -76,14 +69,13 @@ def grouped_attention(
 
 
 def _folded_mask(mask_R1QP: torch.Tensor, groups: int) -> torch.Tensor:
-    known = None if torch.compiler.is_compiling() else _folded_masks.get((id(mask_R1QP), groups))
+    known = _folded_masks.get((id(mask_R1QP), groups))
     if known is not None:
         return known[1]
     own = mask_R1QP[:1] if mask_R1QP.stride(0) == 0 else mask_R1QP  # A mask shared by all rows is repeated once.
     folded = own.expand(-1, groups, -1, -1).reshape(own.shape[0], 1, -1, own.shape[3])
     folded = folded.expand(mask_R1QP.shape[0], -1, -1, -1)
-    if not torch.compiler.is_compiling():
-        _folded_masks[id(mask_R1QP), groups] = mask_R1QP, folded
+    _folded_masks[id(mask_R1QP), groups] = mask_R1QP, folded
     return folded
 
 
@@ -125,61 +117,3 @@ def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
 def _asks_for_sdpa(module_name: str) -> bool:
     """Whether a model's code behaves differently if the attention is not called `sdpa` (Falcon, Gemma 4)."""
     return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None
-
-
-MOST_SHAPES = 256  # for all models of a process; Dynamo's default of 8 is too small
-MODE = "max-autotune-no-cudagraphs"
-
-
-class _LayersCache:
-    """The cache as one layer sees it, without a layer number: with one, every layer would be compiled separately."""
-
-    def __init__(self, whole: RaggedCache, index: int):
-        own = whole.layers[index]
-        assert isinstance(own, RaggedLayer)
-        self._whole, self._own = whole, own
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._own.update(key_states, value_states)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-
-@contextmanager
-def compiled_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: each layer of the model runs compiled, on a RaggedCache. A model whose layers are not in one list is not changed."""
-    stacks = layer_stacks(model)
-    layers = list(model.get_submodule(stacks[0]).children()) if len(stacks) == 1 else []
-    before = [vars(layer).get("_compiled_call_impl") for layer in layers]
-    try:
-        for index, layer in enumerate(layers):
-            layer._compiled_call_impl = partial(_call_compiled, layer, index)
-        yield
-    finally:
-        for layer, implementation in zip(layers, before, strict=True):
-            del layer._compiled_call_impl
-            if implementation is not None:
-                layer._compiled_call_impl = implementation
-
-
-def _call_compiled(layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
-    def shown(value: Any) -> Any:
-        return _LayersCache(value, index) if isinstance(value, RaggedCache) else value
-
-    return _compiled()(layer, *map(shown, args), **{name: shown(value) for name, value in kwargs.items()})
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    """One function for all layers. It holds no model, because Dynamo caches compiled code per function."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MOST_SHAPES)
-    return torch.compile(_call, dynamic=False, mode=MODE)
-
-
-def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return layer._call_impl(*args, **kwargs)

@@ -16,9 +16,8 @@ from speculative.errors import UserError
 
 EAGER, COMPILED, GRAPHED = "eager", "compile", "graph"
 RUNNERS = ("auto", EAGER, COMPILED, GRAPHED)
-COMPILED_GRAPH = "compiled graph"  # `compile` on CUDA: graphs of calls with compiled layers.
 FUSED_GRAPH = "fused graph"  # `graph` for a model that fused kernels compute.
-RECORDED = (GRAPHED, COMPILED_GRAPH, FUSED_GRAPH)
+RECORDED = (GRAPHED, FUSED_GRAPH)
 UNRECORDED = (EAGER, COMPILED)  # Any shapes; rows may be dropped.
 GRAPH_TOLERANCE = 0.05  # Of the largest logit: kernels may round differently under capture; real faults are larger.
 
@@ -210,11 +209,11 @@ def make_runner(kind: str) -> Runner:
 
 
 def resolve_runner(kind: str, device: torch.device) -> str:
-    """Resolve `auto`: graphs on CUDA, compiled code elsewhere. `compile` on CUDA also runs inside a graph."""
+    """Resolve `auto`: graphs on CUDA, compiled code elsewhere. Raises UserError for `compile` on CUDA."""
     if kind not in RUNNERS:
         raise UserError(f"runner = {kind!r}: must be one of {', '.join(RUNNERS)}")
     if kind == COMPILED and device.type == "cuda":
-        return COMPILED_GRAPH
+        raise UserError("runner = 'compile' is for a CPU: use 'auto' or 'graph' on CUDA")
     if kind != "auto":
         return kind
     return GRAPHED if device.type == "cuda" else COMPILED
