@@ -107,7 +107,7 @@ def main(
         if fresh:
             rows.append(_in_new_process(run, out.with_suffix(".one.json")))
         else:
-            rows.append(row_of(evaluate(config, str(run), [config.judge.gamma], config.judge_rule)))
+            rows.append(row_of(evaluate(config, str(run), config.judge.gamma, config.judge_rule)))
         row = rows[-1]
         ends = "" if row["speed_up_ci"] is None else "[{:.2f}, {:.2f}]".format(*row["speed_up_ci"])
         table.add_row(

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from distill.run.readback_record import ReadbackRecord
 from distill.run.verdict_record import Verdict
-from speculative.evaluate import Judgement
 from speculative.explain.disagreements import Disagreement
 from speculative.explain.slices import SliceTable
 from speculative.measure.intervals import Interval
@@ -156,7 +155,6 @@ class Result(Record):
     config: Text = Field("", description="resolved config, YAML")
     provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")
     files: dict[str, str | None] = Field({}, description="other files in the same folder: {proposals}")
-    gammas: dict[int, Judgement] | None = Field(None, description="of an evaluation: the judgement at every gamma")
 
 
 def load_result(path: Path) -> Result:

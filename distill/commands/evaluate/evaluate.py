@@ -1,7 +1,6 @@
 """`understudy evaluate`: judge a draft and write the result, or test that drafting changes neither text nor task scores."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.console import Console
 from distill.commands.evaluate.options import EvaluateOptions
 from distill.commands.evaluate.proofs import add_proofs, lossless_lines, losslessness, result_of_draft
 from distill.commands.evaluate.scores import Asked, score_lines, task_scores
-from distill.commands.output import check_writable, write_asked
+from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.load import dump_config, load_trusted
 from distill.config.run import RunConfig
 from distill.report.measured import ways_tables
@@ -27,12 +26,9 @@ from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.verdict import verdict_of
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
-from speculative.evaluate import Judgement, judge
-from speculative.measure.cost import gamma_to_run, predicted_speed_ups
 from speculative.measure.measured import DRAFT
-from speculative.measure.metrics import MOST_GAMMA
 from speculative.measure.self_checks import self_checks
-from speculative.rules.rule import Rule
+from speculative.rules.rule import RULES, Rule
 
 
 def evaluate_command(options: EvaluateOptions) -> int:
@@ -41,19 +37,18 @@ def evaluate_command(options: EvaluateOptions) -> int:
     Raises UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
     """
     config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
+    check_known("--rule", options.rule, ("", *RULES))
     rule = Rule.named(options.rule) if options.rule else config.judge_rule
-    gammas = parse_gammas(options.gamma) if options.gamma else [config.judge.gamma]
+    gamma = options.gamma or config.judge.gamma
     if options.losslessness or options.scorer:
-        if len(gammas) > 1:
-            raise UserError(f"--gamma {options.gamma}: --losslessness and --scorer take one gamma")
-        return _prove(options, Asked(config, options.draft, rule, gammas[0], options.prompts))
+        return _prove(options, Asked(config, options.draft, rule, gamma, options.prompts))
     if options.references is not None:
         raise UserError("--references needs --scorer")
     out = options.out
     check_writable("--out", out)
     if _is_of_a_run(out):
         raise UserError(f"--out {out}: this is the result of a training run; give another name")
-    result = evaluate(config, options.draft, gammas, rule, out.with_suffix(".proposals.parquet"))
+    result = evaluate(config, options.draft, gamma, rule, out.with_suffix(".proposals.parquet"))
     write_asked("--out", out, result.record())
     _print(result, out)
     return 0
@@ -61,8 +56,7 @@ def evaluate_command(options: EvaluateOptions) -> int:
 
 def _print(result: Result, out: Path) -> None:
     verdict, console = result.verdict, Console()
-    for number, record in sorted((result.gammas or {}).items()):
-        console.print(judgement_table(f"rule {verdict.rule}, gamma {number}", record))
+    console.print(judgement_table(f"rule {verdict.rule}, gamma {verdict.gamma}", verdict.checkpoints[-1]))
     for table in ways_tables(verdict):
         console.print(table)
     console.print(verdict.headline, style="bold")
@@ -89,53 +83,22 @@ def _prove(options: EvaluateOptions, asked: Asked) -> int:
     return int((lossless is not None and bool(lossless.failed)) or (scores is not None and not scores.passed))
 
 
-def parse_gammas(text: str) -> list[int]:
-    """`5` -> [5]; `1:8` -> [1, ..., 8]. Raises UserError: anything else, or outside 1..32."""
-    first, colon, last = text.partition(":")
-    try:
-        gammas = list(range(int(first), int(last) + 1)) if colon else [int(first)]
-    except ValueError:
-        gammas = []
-    if not gammas or gammas[0] < 1 or gammas[-1] > MOST_GAMMA:
-        raise UserError(f"--gamma {text}: give a number such as 5, or a range such as 1:8, between 1 and {MOST_GAMMA}")
-    return gammas
+def evaluate(config: RunConfig, path: str, gamma: int, rule: Rule, log: Path | None = None) -> Result:
+    """The result of one draft, judged at this gamma.
 
-
-def evaluate(config: RunConfig, path: str, gammas: list[int], rule: Rule, log: Path | None = None) -> Result:
-    """The result of one draft at the listed gamma nearest to the best one, with the judgement of every gamma.
-
-    The held-out responses are taken from the config's run folder, or made there. log: every drafted token of the live
-    run that the result describes.
+    The held-out responses are taken from the config's run folder, or made there. log: every drafted token of the live run.
 
     Raises UserError: see `load_draft` and `load_prompts`. SelfCheckError: the judge contradicts itself on this target.
     """
     pair = open_pair(config, path, config.judge.prompts, rule)
-    target = pair.target
-    checked = pair.settings.under(rule, gammas[0])
-    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], checked, batch_size=config.judge.batch_size)
+    target, settings = pair.target, pair.settings.under(rule, gamma)
+    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], settings, batch_size=config.judge.batch_size)
     data = RunData(Run(config), target)
     frozen = data.heldout_of(pair.prompts, rule)
-    widest = pair.settings.under(rule, max(gammas))
-    setup = JudgingSetup(config.judge, widest, {rule: frozen}, pair.context, data.past(rule))
+    setup = JudgingSetup(config.judge, settings, {rule: frozen}, pair.context, data.past(rule))
     scored = score_and_time(setup, target.model, [NamedDraft(DRAFT, path, None, Draft(pair.draft))])
-    by_gamma: dict[int, Judgement] = {}
-    chosen = gammas[0]
-    if len(gammas) > 1:
-        for gamma in gammas:
-            by_gamma[gamma], _ = judge(
-                target.model,
-                scored.drafts[-1].draft,
-                frozen,
-                pair.settings.under(rule, gamma),
-                batch_size=config.judge.batch_size,
-                scores=scored.scores[rule][DRAFT],
-            )
-        costs = scored.costs[DRAFT]
-        best, _ = gamma_to_run(predicted_speed_ups(costs.timed(by_gamma[chosen].replay), costs))
-        chosen = min(gammas, key=lambda gamma: abs(gamma - (best or 1)))
-    evidence = gather(replace(setup, settings=pair.settings.under(rule, chosen)), target, scored, log=log)
-    by_gamma[chosen] = evidence.judged[DRAFT]
-    verdict = verdict_of(evidence, checkpoints=[by_gamma[chosen]], self_checks=dict(checks))
+    evidence = gather(setup, target, scored, log=log)
+    verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks=dict(checks))
     result = findings_of(evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=target)
-    about = {"provenance": describe_run(config.seed), "config": dump_config(config), "gammas": by_gamma}
+    about = {"provenance": describe_run(config.seed), "config": dump_config(config)}
     return result.model_copy(update=about | {"files": {"proposals": log.name if log is not None else None}})

@@ -14,7 +14,7 @@ class EvaluateOptions:
 
     understudy evaluate runs/demo --config configs/demo.yaml
 
-    understudy evaluate runs/demo --config configs/demo.yaml --gamma 1:8 --out result.json
+    understudy evaluate runs/demo --config configs/demo.yaml --gamma 5 --out result.json
 
     understudy evaluate runs/demo --config configs/demo.yaml --losslessness
 
@@ -25,7 +25,7 @@ class EvaluateOptions:
 
     draft: Annotated[str, argument("run folder, checkpoint folder, model directory or hub id")]
     config: Annotated[str, option("config with the target, held-out prompts and serving settings")]
-    gamma: Annotated[str, option("drafted tokens per block: a number such as 5, or a range such as 1:8")] = ""
+    gamma: Annotated[int, option("drafted tokens per block; default: the config's", min=0, max=32)] = 0
     rule: shared.RuleName = ""
     out: Annotated[
         Path,

@@ -94,12 +94,11 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     tiny_run: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "result.json"
-    text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "1:3", "--out", str(out))
+    text = run("evaluate", str(tiny_run), "--config", str(tiny_config), "--gamma", "3", "--out", str(out))
     assert all(row in text for row in ("target alone", "draft", "prompt-lookup", "lookup+draft"))
     result = json.loads(out.read_text())
     found = result["verdict"]
     assert set(found) == set(Verdict.model_fields) - {"engine"}, "no engine was timed"
-    assert list(result["gammas"]) == ["1", "2", "3"]
     assert [one["way"] for one in found["drafts"]] == ["draft"]
     assert (tmp_path / result["files"]["proposals"]).exists()
     judged, own = Verdict.model_validate(found).judged(DRAFT), load_verdict(tiny_run).judged(DRAFT)
@@ -107,7 +106,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     assert own is not None
     # The same frozen text and the same weights as the run's own judgement.
     assert judged.alpha == pytest.approx(own.alpha, abs=1e-5)
-    assert result["gammas"]["3"]["tau"] == pytest.approx(own.tau, abs=1e-6)
+    assert judged.tau == pytest.approx(own.tau, abs=1e-6)
     assert f"{judged.alpha:.3f}" in text
     assert "page.html" in run("show", str(out), "--page", str(tmp_path / "page.html"))
     refused = CliRunner().invoke(
@@ -182,7 +181,6 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tmp_path: Path) -> No
     ("arguments", "words"),
     [
         (["evaluate", "nowhere/model", "--config", "missing.yaml"], ["missing.yaml", "cannot read"]),
-        (["evaluate", "x", "--config", "TINY", "--gamma", "8:1"], ["--gamma 8:1"]),
         (["evaluate", "x", "--config", "TINY", "--rule", "soft"], ["--rule soft", "greedy-draft"]),
         (["evaluate", "./no-such-folder", "--config", "TINY"], ["no-such-folder", "config.json"]),
         (["export", "nowhere", "--to", "out"], ["nowhere", "config.yaml"]),

@@ -92,7 +92,7 @@ def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyP
     assert evidence.judged[DRAFT].live is live
 
 
-def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
+def test_an_evaluation_reads_the_frozen_text_once(
     tiny_config: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(tiny_config)
@@ -104,10 +104,7 @@ def test_an_evaluation_at_many_gammas_reads_the_frozen_text_once(
         return score_tokens(draft, texts, *rest, **options)
 
     monkeypatch.setattr("distill.verdict.scored_drafts.score_tokens", scored)
-    result = evaluate(config, str(tiny_run), [1, 2, 3], Rule.named("sample"))
-    assert result.gammas is not None
-    assert set(result.gammas) == {1, 2, 3}
-    assert {record.alpha for record in result.gammas.values()} == {result.verdict.judged(DRAFT).alpha}
+    evaluate(config, str(tiny_run), 2, Rule.named("sample"))
     (frozen,) = read
     assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
 

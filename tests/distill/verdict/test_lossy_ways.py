@@ -186,7 +186,7 @@ def test_replay_agrees_with_live_decoding_on_the_embedded_target(tmp_path):
 @pytest.mark.usefixtures("without_pictures")
 def test_an_evaluation_has_the_rows_at_every_load_and_its_report_the_word(tiny_config, tiny_run, tmp_path):
     config = load_config(tiny_config, ["judge.lenience=[2.0]", "judge.load=[2]"])
-    result = evaluate(config, str(tiny_run), [2], SETTINGS.rule)
+    result = evaluate(config, str(tiny_run), 2, SETTINGS.rule)
     for concurrency in (1, 2):
         row = result.verdict.row(LENIENT, concurrency)
         assert row is not None
