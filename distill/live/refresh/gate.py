@@ -60,7 +60,7 @@ def judge_gate(
     return Gate(
         passed=not failures,
         margin=margin,
-        rule=text.rule,
+        rule=text.rule.name,
         gamma=gamma,
         confidence=0.95,
         looks=looks,

@@ -276,7 +276,7 @@ def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch:
 def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:
     """It decodes nothing."""
     home = place / "runs" / "tiny"
-    ways = ["judge.lenience=[2]", "judge.typical=[0.1]"]
+    ways = ["judge.lenience=[2]"]
     (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", ways)))
     judge = load_config(write_probe(home, home, home, place / "probe", 3, [])).judge
-    assert (judge.lenience, judge.typical, judge.live) == ((), (), "never")
+    assert (judge.lenience, judge.live) == ((), "never")
