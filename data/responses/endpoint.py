@@ -43,7 +43,10 @@ class EndpointTarget:
 
     most_bytes = 1 << 28  # Size limit of one answer.
     label = "target.path"  # The target's name in errors.
-    no_completion = "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible server and end in /v1"
+    no_completion = (
+        "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible "
+        "server and end in /v1"
+    )
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
         """``tokenizer``: the target's; ``vocab_rows``: rows of its head.
@@ -230,7 +233,8 @@ class EndpointTarget:
             ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(
-                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of {self.label} has {self.vocab_rows} rows; "
+                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of {self.label} "
+                f"has {self.vocab_rows} rows; "
                 f"{self.label} must be the served model"
             )
         return ids
@@ -314,10 +318,16 @@ class EndpointTarget:
             named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) names"
             return f"{url}: refuses the API key; put the right one into the environment variable {named}"
         if isinstance(error, openai.NotFoundError):
-            return f"{url}: {message or 'not found'}; target.endpoint.url must end in /v1, and {self._model or 'a model'} must be served there"
+            return (
+                f"{url}: {message or 'not found'}; target.endpoint.url must end in /v1, and "
+                f"{self._model or 'a model'} must be served there"
+            )
         limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", message)
         if k is not None and limit:
-            return f"{url}: returns at most {limit.group(1)} {'prompt_logprobs' if 'prompt' in message else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
+            return (
+                f"{url}: returns at most {limit.group(1)} "
+                f"{'prompt_logprobs' if 'prompt' in message else 'top_logprobs'}; start it with --max-logprobs {k}, or lower signal.k"
+            )
         too_long = re.search(r"context length|max_model_len|maximum model length", message)
         if isinstance(error, openai.BadRequestError) and too_long:
             return f"{url}: a text is too long for the server ({message}); set data.context_length below its limit"

@@ -32,7 +32,8 @@ _SENT = {
 def engine_http(
     url: str, key: str = "", *, most_bytes: int = PAGE_BYTES, timeout: float = PAGE_SECONDS, direct: bool = False
 ) -> httpx2.Client:
-    """Return a client for ``url``. It follows redirects on that server only, reads at most ``most_bytes`` and waits ``timeout`` seconds per read.
+    """Return a client for ``url``. It follows redirects on that server only, reads at most ``most_bytes`` and waits
+    ``timeout`` seconds per read.
 
     ``key``: sent as a bearer token. ``direct``: ignore proxies of the environment, as always for this machine. Requests raise
     UserError for a redirect to another server or an answer that is too long.
@@ -43,7 +44,8 @@ def engine_http(
     def leave(request: httpx2.Request) -> None:
         if (request.url.scheme, request.url.netloc) != (home.scheme, home.netloc):
             raise UserError(
-                f"{url}: redirects to {request.url.scheme}://{request.url.netloc.decode()}, which is not followed; give that address if you trust it"
+                f"{url}: redirects to {request.url.scheme}://{request.url.netloc.decode()}, which is not followed; "
+                "give that address if you trust it"
             )
         for name in set(request.headers) - _SENT:
             del request.headers[name]

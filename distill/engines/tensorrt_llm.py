@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts
 
 _HYBRID = (
-    "config.json: layer_types: only the target has layers with a state; with such a draft it can stop at start (TensorRT-LLM#18449, 2026-08-31, "
+    "config.json: layer_types: only the target has layers with a state; with such a draft it can stop at "
+    "start (TensorRT-LLM#18449, 2026-08-31, "
     "open, 1.3.0rc24); start it once before you rely on it"
 )
 

@@ -80,7 +80,8 @@ def _refusals(facts: "EngineFacts") -> list[str]:
             )
         if max(kv_heads, parts) % min(kv_heads, parts) or heads % parts or width % parts:
             reasons.append(
-                f"config.json: {heads} heads, {kv_heads} key-value heads, intermediate_size {width} in the {side}; it cannot split them over "
+                f"config.json: {heads} heads, {kv_heads} key-value heads, intermediate_size {width} in the {side}; it "
+                "cannot split them over "
                 f"--tensor-parallel-size {parts}, which the draft shares; use a size that divides them"
             )
     return reasons + facts.lost_heads(ALWAYS_TIED) + _cache(facts)[0]
@@ -121,8 +122,10 @@ def _cache(facts: "EngineFacts") -> tuple[list[str], list[str]]:
 def _schedule(facts: "EngineFacts") -> list[str]:
     plain = facts.load_words([one for one in facts.gamma_by_load if one not in schedule(facts)])
     effect = (
-        "is faster by the run's timings, but rows of gamma 0 can be slower than either (232 to 24 tokens/s at the threshold: vllm#49548, open, "
-        "also in 0.27.1 on 2026-08-24), so the command drafts 1 token there; to get the row, start vLLM with it, run `understudy readback --plain "
+        "is faster by the run's timings, but rows of gamma 0 can be slower than either (232 to 24 tokens/s "
+        "at the threshold: vllm#49548, open, "
+        "also in 0.27.1 on 2026-08-24), so the command drafts 1 token there; to get the row, start vLLM with "
+        "it, run `understudy readback --plain "
         "URL --concurrency N` at that load, and export again"
     )
     return [f"num_speculative_tokens_per_batch_size: {plain}, {effect}"] if plain and facts.by_load else []

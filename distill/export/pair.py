@@ -25,11 +25,16 @@ from speculative.errors import UserError
 TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 NOT_A_MODEL = ("adapter_", "training_args", "optimizer", "scheduler")  # Files that begin so lie beside one.
-MERGE = "an adapter of {base}, and engines load whole models; merge it (peft: merge_and_unload), save it with its tokenizer and give that directory"
+MERGE = (
+    "an adapter of {base}, and engines load whole models; merge it (peft: merge_and_unload), save it "
+    "with its tokenizer and give that directory"
+)
 # Differences that no engine refuses.
 _AFFECTED = {
-    "template": "every engine fills in the target's, so a draft trained with its own meets prompts it has never seen; train it on the target's",
-    "roles": "engines end a text at the target's, so a draft trained to end elsewhere proposes the wrong end; use the target's tokenizer files",
+    "template": "every engine fills in the target's, so a draft trained with its own meets prompts it has "
+    "never seen; train it on the target's",
+    "roles": "engines end a text at the target's, so a draft trained to end elsewhere proposes the "
+    "wrong end; use the target's tokenizer files",
     "rules": "text gets other ids than the draft was trained on, so acceptance falls without an error; use the target's tokenizer files",
 }
 
@@ -85,7 +90,8 @@ def pair_notes(facts: EngineFacts) -> list[str]:
     notes = [f"{facts.differences[name]}; {what}" for name, what in _AFFECTED.items() if name in facts.differences]
     if facts.draft_context is not None:
         notes.append(
-            f"the draft's context is {facts.draft_context} tokens, shorter than the target's (config.json: max_position_embeddings), so the "
+            f"the draft's context is {facts.draft_context} tokens, shorter than the target's (config.json: "
+            "max_position_embeddings), so the "
             "commands limit the server to it (beyond it vLLM's model runner V1 drafts dummy tokens; V2 limits itself from vLLM 0.33)"
         )
     return notes
@@ -120,7 +126,8 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
         yield f"config.json: tie_word_embeddings false in the {what}, and its safetensors have no lm_head.weight; {effect}"
     if len(tables) == 2 and tables[0].shape == tables[1].shape and not torch.equal(*tables):
         yield (
-            f"config.json: tie_word_embeddings true in the {what}, and its safetensors have another lm_head.weight, which transformers 5 uses "
+            f"config.json: tie_word_embeddings true in the {what}, and its safetensors have another "
+            "lm_head.weight, which transformers 5 uses "
             "and vLLM and SGLang ignore; set it to false, or delete that weight"
         )
 

@@ -1,4 +1,6 @@
-"""A draft with windows of attention in a real vLLM: it stops at start, and with the flag of the exported command it writes the target's text."""
+"""A draft with windows of attention in a real vLLM: it stops at start, and with the flag of the exported command it
+writes the target's text.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""Acceptance of a running engine as a log: its counters between scrapes, one record per interval, or its answers, one record per request."""
+"""Acceptance of a running engine as a log: its counters between scrapes, one record per interval, or its answers,
+one record per request.
+"""
 
 import itertools
 import json

@@ -21,7 +21,10 @@ def acceptance_causes(counted: Counted, replayer: Replayer, prediction: Predicte
     share = counted.accepted_per_drafted
     share = (counted.tau - 1.0) / counted.gamma if share is None else share
     broken = canary(share, (tau - 1.0) / counted.gamma, counted.blocks)
-    canary_line = f"canary: {share:.3f} of the drafted tokens are accepted (tau {counted.tau:.2f}; {tau:.2f} by replay of the run's own text); "
+    canary_line = (
+        f"canary: {share:.3f} of the drafted tokens are accepted (tau {counted.tau:.2f}; {tau:.2f} by replay "
+        "of the run's own text); "
+    )
     if broken == "all":  # Replay of the served text agrees: it is the draft's own text.
         return [f"{canary_line}the engine accepts all that is drafted, so its text is the draft's; do not serve it"]
     causes = _differences(counted, replayer, prediction)
@@ -94,7 +97,8 @@ def text_causes(law: TextLaw) -> list[str]:
         return []
     return [
         f"text: the sampled text does not fit the target at the requested settings (log-probability {law.log_prob:.2f} per token, expected "
-        f"{law.expected:.2f}, p {law.p:.1g}; {law.impossible:,} of {law.tokens:,} tokens have probability 0): the server samples with other "
+        f"{law.expected:.2f}, p {law.p:.1g}; {law.impossible:,} of {law.tokens:,} tokens have probability 0): "
+        "the server samples with other "
         "settings (temperature, truncation), serves another target, or has a bug; check whether it writes the same without a draft"
     ]
 

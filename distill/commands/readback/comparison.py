@@ -35,7 +35,8 @@ from speculative.rules.rule import Rule
 class Counted:
     """Counts of the server. rows: per response; None if it reports only sums. gamma: drafted tokens per block.
 
-    blocks, tokens: sums, without the prefill's token of each response. gamma 0: no block drafted (only with --plain). survival, accepted_per_drafted: None if unknown. spared: tokens
+    blocks, tokens: sums, without the prefill's token of each response. gamma 0: no block drafted (only with
+    --plain). survival, accepted_per_drafted: None if unknown. spared: tokens
     at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant. survival_ci: over prompts;
     None for sums only. prompts: of each row; empty: all different.
     """
@@ -83,7 +84,9 @@ class Replayer:
     """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
     def __init__(self, draft: Draft, replies: Replies, law: TextLaw | None, most_gamma: int = 1) -> None:
-        """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the largest gamma of interest."""
+        """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the
+        largest gamma of interest.
+        """
         self.draft, self.replies, self.law, self.most_gamma = draft, replies, law, most_gamma
         sampling, texts = replies.settings.sampling, served_texts(replies, law)
         offsets = draft.offsets(most_gamma, least=most_gamma)
@@ -193,7 +196,9 @@ def count(replies: Replies, gamma: int) -> Counted:
 
 
 def _gamma_without_blocks(answers: Sequence[Answer]) -> int:
-    """Return gamma of an engine that does not report blocks, from responses cut at max_tokens, whose calls are known; 0 if there is none."""
+    """Return gamma of an engine that does not report blocks, from responses cut at max_tokens, whose calls are
+    known; 0 if there is none.
+    """
     longest = 0
     for answer in answers:
         counts = answer.counts

@@ -59,7 +59,8 @@ class Source:
     """Prompts to send under `settings`. texts, greedy: of the target, at these settings and greedily; without a run, `texts` are prompts.
 
     folder: for answers and the result. label: of the target in errors. by_request: count each request by the server's counters if its
-    answers have no counts. judge: compares the counts of an engine with what is expected; the law is that of the sampled text. speed: with --speed,
+    answers have no counts. judge: compares the counts of an engine with what is expected; the law is that of the
+    sampled text. speed: with --speed,
     as `speed_checks`.
     """
 
@@ -121,7 +122,8 @@ def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Ju
         )
     if total.blocks > counted.blocks:
         notes.append(
-            f"nothing was drafted in {1 - counted.blocks / total.blocks:.0%} of the calls; they count in tau, not in survival. Tokens accepted "
+            f"nothing was drafted in {1 - counted.blocks / total.blocks:.0%} of the calls; they count in tau, not "
+            "in survival. Tokens accepted "
             "after the end of a response can hide such a call, so tau is slightly high"
         )
     rule = replies.settings.rule.name if replies.settings.sampling.greedy else "unknown" if rule == "auto" else rule

@@ -194,7 +194,9 @@ def _first_tokens(target: TargetSide, draft: TargetSide) -> dict[str, str]:
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:
-    """Return what the layers of a model read: `EngineFacts.FULL`, `a window of N tokens` or `EngineFacts.STATE`; each kind once, none if it is unknown."""
+    """Return what the layers of a model read: `EngineFacts.FULL`, `a window of N tokens` or `EngineFacts.STATE`;
+    each kind once, none if it is unknown.
+    """
     kinds, layers = set(), list[Any]()
     with contextlib.suppress(AttributeError, KeyError):  # a model's own code may have other layers
         layers = cache_utils.DynamicCache(config=config.get_text_config(decoder=True)).layers

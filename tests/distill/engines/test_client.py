@@ -1,4 +1,6 @@
-"""What engines are asked and told: no key that was not asked for, no other server, no endless answer, no proxy on the way to this machine."""
+"""What engines are asked and told: no key that was not asked for, no other server, no endless answer, no proxy on
+the way to this machine.
+"""
 
 from __future__ import annotations
 

@@ -173,7 +173,10 @@ def test_counters_that_cannot_be_are_refused_by_name(page: str, named: str) -> N
 
 
 def test_the_counters_of_other_engines() -> None:
-    llama = "llamacpp:spec_decode_num_drafts_total 4\nllamacpp:spec_decode_num_draft_tokens_total 12\nllamacpp:spec_decode_num_accepted_tokens_total 5\nllamacpp:tokens_predicted_total 9\n"
+    llama = (
+        "llamacpp:spec_decode_num_drafts_total 4\nllamacpp:spec_decode_num_draft_tokens_total "
+        "12\nllamacpp:spec_decode_num_accepted_tokens_total 5\nllamacpp:tokens_predicted_total 9\n"
+    )
     found = counted(llama)
     assert (found.engine, found.blocks, found.drafted, found.accepted, found.tokens) == ("llama.cpp", 4, 12, 5, 9)
     places = "".join(
