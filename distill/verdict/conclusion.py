@@ -1,4 +1,4 @@
-"""End a run or an evaluation: gather evidence, make the verdict and the findings, write result.json, the report, the plot and verdict.json."""
+"""End a run or an evaluation: gather evidence, make the verdict and the findings, and write them."""
 
 import datetime
 import json

@@ -61,7 +61,8 @@ class DraftJudge:
     def __call__(self, step: int, draft: DraftModule, folder: Path) -> dict[str, Any]:
         """{step, score, rule, gamma, alpha, tau, ..., domains, replay, live_check, greedy: the same for greedy decoding}.
 
-        All ranks must call it, and get the same. ``folder``: of the checkpoint. Parts that are done stay in its `JUDGING` until the caller deletes that.
+        All ranks must call it, and get the same. ``folder``: of the checkpoint. Parts that are done stay in its
+        `JUDGING` until the caller deletes that.
         """
         for text in self.heldout.values():
             require_text(text)
@@ -158,7 +159,10 @@ class DraftJudge:
         found = self.run.dealt(parts, f"fresh-{digest}", groups, work)
         new, stored = (np.array([sums for part in found for sums in part[which]]) for which in ("new", "stored"))
         check = fresh_check(new, stored)
-        warning = f"alpha is {check.alpha:.3f} on new responses of the server and {check.stored_alpha:.3f} on the stored ones to the same prompts"
+        warning = (
+            f"alpha is {check.alpha:.3f} on new responses of the server and {check.stored_alpha:.3f} on the stored ones "
+            "to the same prompts"
+        )
         return {"fresh_check": check.record(), "warnings": [] if check.agrees else [f"{warning} (z {check.z:+.1f})"]}
 
     def replay_now(self, module: DraftModule) -> dict[str, float]:

@@ -23,7 +23,8 @@ CROSS_FIT_BELOW = 64
 class JudgingSetup:
     """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
-    looks: number of judged drafts of which the one in setup is the best; its intervals are widened for them. decoding: decodes what is not timed.
+    looks: number of judged drafts of which the one in setup is the best; its intervals are widened for them.
+    decoding: decodes what is not timed.
     """
 
     judge: JudgeConfig

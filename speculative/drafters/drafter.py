@@ -35,7 +35,8 @@ class Seats:
 
 class Ask(NamedTuple):
     """The request to a drafter before each block. Arrays are on the host; `tokens_RC` after `lengths_R` is scratch. `uniforms_RGK`: the
-    draft's, by place in the block and candidate; None when nothing is sampled. `tree`: propose this tree of candidates if supported (gamma is its depth); a chain is always allowed.
+    draft's, by place in the block and candidate; None when nothing is sampled. `tree`: propose this tree of
+    candidates if supported (gamma is its depth); a chain is always allowed.
     """
 
     tokens_RC: np.ndarray
@@ -132,7 +133,8 @@ class Drafter(Protocol):
         """
 
     def plan(self) -> Plan | None:
-        """A plan that proposes what `propose` would, so that compiled code may do it; None if there is none. Asked before each call of compiled
+        """A plan that proposes what `propose` would, so that compiled code may do it; None if there is none. Asked
+        before each call of compiled
         code, which may run many blocks: it must hold until a response ends. A drafter's plan is not that of its subclasses.
         """
         return None

@@ -58,7 +58,8 @@ class ResponseIndex:
     def build(
         cls, responses: Iterable[Sequence[int]], vocab_size: int, *, min_ngram: int = 1, max_ngram: int = 4
     ) -> ResponseIndex:
-        """ResponseIndex of these token sequences; `vocab_size`: how many ids the target scores (`models.vocab_rows`). Leave out the responses
+        """ResponseIndex of these token sequences; `vocab_size`: how many ids the target scores
+        (`models.vocab_rows`). Leave out the responses
         that decoding will be measured on: retrieving them would overstate acceptance. Raises UserError for an empty range of sizes, an id
         outside the vocabulary, no token at all, too many tokens.
         """

@@ -27,7 +27,8 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """Inputs for making a drafter; None selects its default. past: responses to other prompts (`past_responses.ResponseIndex`). layers: of an early
+    """Inputs for making a drafter; None selects its default. past: responses to other prompts
+    (`past_responses.ResponseIndex`). layers: of an early
     exit. ngrams: (longest, shortest) to look up. then_gamma: tokens that the draft proposes after a lookup.
     """
 

@@ -78,7 +78,8 @@ def found_blocks(
 def found_steps(
     blocks: Blocks, gammas: Sequence[int], costs: StepCosts, then_gammas: Sequence[int] | None = None
 ) -> np.ndarray:
-    """(N, K) target steps of these blocks: `block_price` with nothing drafted for a found one, the whole for a drafted one, 1 for a plain one.
+    """(N, K) target steps of these blocks: `block_price` with nothing drafted for a found one, the whole for a
+    drafted one, 1 for a plain one.
     then_gammas: of the drafted ones; None = plain. In a batch larger than 1, every block costs both: some row nearly always needs the
     draft, which then drafts for all, and some row finds a proposal, which makes the call wide for all.
     """

@@ -133,7 +133,7 @@ class StepCosts:
         return replace(self, text=(prompt, response))
 
     def speed_up(self, gamma: int, tau: float) -> float:
-        """THE predicted speed-up: tokens per second at this gamma and tau over the target alone; prompts and the host count on both sides."""
+        """THE predicted speed-up: tokens/s at this gamma and tau over the target alone; prompts and the host count on both sides."""
         return 1.0 / self.with_prompts(self.block_price(gamma) / tau, 1.0, drafts=gamma > 0)
 
     def paying_tau(self, gamma: int) -> float:

@@ -39,7 +39,8 @@ UNTIMED = given_costs(1.0, 0.0)
 class Scored(Way):
     """A way with its scores on the frozen text and its step costs, from which figures at every gamma follow.
 
-    scores: of its draft; None for lookup alone. engine: its run's step times in a serving engine. kept: where lookup is in it, tokens of a lookup that are kept at each place of each
+    scores: of its draft; None for lookup alone. engine: its run's step times in a serving engine. kept: where lookup
+    is in it, tokens of a lookup that are kept at each place of each
     response (`kept_by_lookup`). costs: of lookup alone the target's side. shape: of its draft.
     """
 

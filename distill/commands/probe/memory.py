@@ -82,8 +82,10 @@ class Memory:
             capacity_of = draft.capacity
             needs = f"do not fit (they need {_size(capacity_of.needed_bytes)} of {_size(capacity_of.usable_bytes)})"
             lines.append(
-                f"memory with {draft.name} (weights {_size(draft.footprint.weights)}, cache {_size(draft.footprint.cache_per_request)} per request): "
-                f"{self.device.concurrency:,} requests {'fit' if capacity_of.fits else needs}. {capacity_of.requests_alone:,} requests fit without the draft and "
+                f"memory with {draft.name} (weights {_size(draft.footprint.weights)}, "
+                f"cache {_size(draft.footprint.cache_per_request)} per request): "
+                f"{self.device.concurrency:,} requests {'fit' if capacity_of.fits else needs}. "
+                f"{capacity_of.requests_alone:,} requests fit without the draft and "
                 f"{capacity_of.requests_with_draft:,} with it, so the draft costs {capacity_of.requests_lost:,} requests."
             )
         return lines

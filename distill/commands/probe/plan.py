@@ -36,7 +36,8 @@ class Plan:
         return temperature, Rule.usual(temperature)
 
     def costs_of(self, draft: Draft | None, load: int) -> StepCosts | None:
-        """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the same time for a token and for a block.
+        """The given costs of a draft: at a load, of the engine whose file was given. A draft call takes the
+        same time for a token and for a block.
 
         Raises UserError: the engine was timed with a draft that proposes the other way.
         """

@@ -145,9 +145,15 @@ def _prospect(path: str, target: Target, longest: int) -> Prospect:
     prospect = Prospect(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
     context = prospect.model.context
     if agreement.verdict == "refuse":
-        prospect.refused = f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve one from the target"
+        prospect.refused = (
+            f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve "
+            "one from the target"
+        )
     elif context is not None and longest > context:
-        prospect.refused = f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower --max-tokens or shorten the prompts"
+        prospect.refused = (
+            f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower "
+            "--max-tokens or shorten the prompts"
+        )
     if prospect.refused is not None:
         return prospect
     try:

@@ -82,7 +82,8 @@ class Prospect:
 @dataclass(frozen=True)
 class TextFacts:
     """The target's answers at one temperature. repeated, looping: shares of their tokens. proposes, hits: shares of the
-    tokens where prompt lookup proposes, and is right. greedy_alpha: the highest alpha of a draft that proposes its argmax; null at temperature 0.
+    tokens where prompt lookup proposes, and is right. greedy_alpha: the highest alpha of a draft that proposes its
+    argmax; null at temperature 0.
     """
 
     text: str

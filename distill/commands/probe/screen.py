@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distill.commands.probe.plan import Plan
-from distill.commands.probe.result import Probe, Prospect, draft_sentence
+from distill.commands.probe.result import Probe, draft_sentence
 from distill.report.table import NOTHING, Cell, Column, Table
 from speculative.explain.ceilings import Price
 from speculative.measure.effects import too_few
@@ -49,13 +49,13 @@ class Stages:
 def assumptions(plan: Plan) -> list[str]:
     if plan.given is None:
         return [
-            f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and interpolated between "
-            "measured gammas"
+            f"times are measured on this machine, {torch.get_num_threads()} threads, at a context of {plan.context} tokens, and "
+            "interpolated between measured gammas"
         ]
     if plan.engine is not None:
         return [
-            f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule; gammas and batch sizes are those "
-            "that it was timed at, so --gammas and --batch-sizes are not used"
+            f"times are those of {plan.engine.engine}, without prefill, and the same for every draft and rule; gammas and "
+            "batch sizes are those that it was timed at, so --gammas and --batch-sizes are not used"
         ]
     verify = plan.given.verify_seconds[1]
     free = "no verify call is given, so it is assumed to cost one target step (v = 1); that favours large gammas"
@@ -81,11 +81,7 @@ def print_probe(console: Console, result: Probe) -> None:
         if prospect.refused is not None:
             console.print(Text(f"{prospect.name}: refused: {prospect.refused}", style="yellow"))
     console.print(prices_table(result))
-    for prospect in result.usable:
-        console.print(outlook_table(prospect, result))
-    if result.usable:
-        console.print(ways_table(result))
-        console.print(break_even_table(result.usable))
+    console.print(outlook_table(result))
     for line in probe_lines(result):
         console.print(Text(line, style="bold green" if line.startswith("Verdict: ") and result.go else ""))
 
@@ -95,8 +91,8 @@ def probe_lines(result: Probe) -> list[str]:
     settings, checks = result.settings, result.checks
     texts = ", ".join(f"{about.tokens:,} tokens at {about.text}" for about in result.texts)
     lines = [
-        f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals plain greedy text on "
-        f"{checks['greedy_equal']} of {checks['prompts']} prompts"
+        f"self-check: the target as its own draft has alpha {checks['alpha_live']:.4f}; speculative greedy text equals "
+        f"plain greedy text on {checks['greedy_equal']} of {checks['prompts']} prompts"
         + (f" ({len(checks['near_ties'])} near-ties)" if checks["near_ties"] else ""),
         *(f"warning: {words}" for words in checks["warnings"]),
         f"text: {settings.prompts} prompts, {texts}",
@@ -134,83 +130,55 @@ def prices_table(result: Probe) -> Table:
     """Step times by batch size: the target alone, then each draft in the block loop with it."""
     times = [Column(name, ".2f") for name in ("target step, ms", "draft step, ms", "c")]
     table = Table(
-        ["", "rule", Column("batch", "d"), *times, "verify call, ms, by gamma", "perfect draft"],
+        ["", "rule", Column("batch", "d"), *times, "verify call, ms, by gamma", "break-even alpha", "perfect draft"],
         title=f"{result.settings.times} times",
-        caption="c: draft call (a token, or a block in one pass) / target step; perfect draft: speed-up at alpha 1 @ gamma",
+        caption="c: draft call (a token, or a block in one pass) / target step; break-even alpha: by gamma, if "
+        "tokens are accepted independently; perfect draft: speed-up at alpha 1 @ gamma",
     )
     for row in result.target_prices:
-        table.add(TARGET, "", row.batch_size, 1e3 * row.target_step_seconds, None, None, _verify(row), "")
+        table.add(TARGET, "", row.batch_size, 1e3 * row.target_step_seconds, None, None, _verify(row), "", "")
     for row in (price for prospect in result.usable for price in prospect.prices):
         seconds = 1e3 * row.target_step_seconds, 1e3 * row.draft_step_seconds
         perfect = Cell(_times(row.perfect_speed_up, row.perfect_gamma), mark="hopeless" if row.hopeless else "")
-        table.add(row.way, row.rule, row.batch_size, *seconds, row.cost_ratio, _verify(row), perfect)
-    return table
-
-
-def outlook_table(prospect: Prospect, result: Probe) -> Table:
-    """Acceptance and speed-up of a draft under each rule at each temperature: now, distilled and at the ceiling."""
-    settings = result.settings
-    table = Table(
-        [
-            "text",
-            "rule",
-            Column("alpha", ".3f"),
-            Column("headroom", "+.3f"),
-            "survival",
-            Column("tau", ".2f"),
-            "now",
-            "distilled",
-            "ceiling",
-        ],
-        title=f"{prospect.name} as it is: {settings.prompts} prompts, batch {settings.batch_sizes[0]}",
-        caption="@: gamma; headroom: ceiling minus alpha; survival of the first 1, 2, 3 drafted tokens; predicted speed-up now, distilled "
-        "(the usual result from this start), and at the ceiling of the rule",
-    )
-    for outlook in prospect.outlooks:
-        now, gamma = outlook.now, outlook.now.gamma or min(3, max(outlook.taus))
-        table.add(
-            now.text,
-            Cell(now.rule, note=DECISION_WORDS[outlook.decision]),
-            Cell(now.alpha, ci=now.alpha_ci),
-            (outlook.ceiling.alpha or 0.0) - (now.alpha or 0.0),
-            " ".join(f"{kept:.2f}" for kept in outlook.survival[:3]),
-            Cell(outlook.taus[gamma], note=f"@{gamma}"),
-            *(_times(row.speed_up or 1.0, row.gamma or 0) for row in (now, outlook.distilled, outlook.ceiling)),
+        alphas = " ".join(
+            f"{gamma}:{'never' if alpha is None else f'{alpha:.2f}'}"
+            for gamma, alpha in row.break_even_alpha.items()
+            if gamma in row.verify_seconds
         )
+        table.add(row.way, row.rule, row.batch_size, *seconds, row.cost_ratio, _verify(row), alphas, perfect)
     return table
 
 
-def ways_table(result: Probe) -> Table:
-    """Prompt lookup, each draft, and both together, before and after distilling."""
+def outlook_table(result: Probe) -> Table:
+    """Acceptance and predicted speed-up of each way on each text: now, distilled and at the ceiling of the rule."""
+    settings = result.settings
+    speeds = [Column(name, ".2f", "x") for name in ("now", "distilled", "ceiling")]
     table = Table(
-        ["text", "way", Column("speed-up now", ".2f", "x"), Column("distilled", ".2f", "x")],
-        title=f"predicted speed-up of each way, batch {result.settings.batch_sizes[0]}",
+        ["text", "rule", "way", Column("alpha", ".3f"), Column("tau", ".2f"), *speeds],
+        title=f"{settings.prompts} prompts, batch {settings.batch_sizes[0]}: acceptance and predicted speed-up",
+        caption="@: gamma; tau at that gamma; distilled: the usual result from this start; ceiling: of the rule",
     )
     for lookup in result.lookups:
-        table.add(lookup.text, *_way(lookup), None)
-        for one in result.usable:
-            for outlook in one.outlooks:
-                if outlook.both and outlook.now.text == lookup.text:
-                    both, distilled = outlook.both
-                    table.add(lookup.text, *_way(outlook.now), outlook.distilled.speed_up)
-                    table.add(lookup.text, *_way(both), distilled.speed_up)
+        table.add(lookup.text, "", *_way(lookup), None, None)
+        for outlook in (outlook for prospect in result.usable for outlook in prospect.outlooks):
+            if outlook.now.text != lookup.text:
+                continue
+            rule = Cell(outlook.now.rule, note=DECISION_WORDS[outlook.decision])
+            table.add(lookup.text, rule, *_way(outlook.now), _speed(outlook.distilled), _speed(outlook.ceiling))
+            if outlook.both:
+                now, distilled = outlook.both
+                table.add(lookup.text, rule, *_way(now), _speed(distilled), None)
     return table
 
 
-def _way(row: Measured) -> tuple[Cell, Cell]:
+def _way(row: Measured) -> tuple[Cell, Cell | None, Cell, Cell]:
+    alpha = None if row.alpha is None else Cell(row.alpha, ci=row.alpha_ci)
+    return Cell(row.way, note=row.sizes), alpha, Cell(row.tau), _speed(row)
+
+
+def _speed(row: Measured) -> Cell:
     ci, at = (row.speed_up_ci, f"@{row.gamma}") if row.gamma else (None, "does not pay")
-    return Cell(row.way, note=row.sizes), Cell(row.speed_up, ci=ci, note=at)
-
-
-def break_even_table(used: Sequence[Prospect]) -> Table:
-    """The alpha below which drafting is slower than plain decoding, by gamma."""
-    gammas = list(used[0].prices[0].break_even_alpha)
-    columns: list[Column | str] = ["", *(Column(str(gamma), ".2f") for gamma in gammas)]
-    table = Table(columns, title="break-even alpha by gamma (if tokens are accepted independently)")
-    for one in used:
-        alphas = one.prices[0].break_even_alpha
-        table.add(one.name, *("never" if alphas.get(gamma) is None else alphas[gamma] for gamma in gammas))
-    return table
+    return Cell(row.speed_up, ci=ci, note=at)
 
 
 def _verify(price: Price) -> str:

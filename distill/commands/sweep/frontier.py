@@ -123,7 +123,8 @@ def frontier_table(points: Sequence[Point]) -> Table:
     table = Table(
         [*points[0].values, *judged, *speeds, *spent, ""],
         title="size against speed",
-        caption="frontier: no other draft is as small and as fast. hours: all stages of a run. Speed-ups: over the target alone at that load",
+        caption="frontier: no other draft is as small and as fast. hours: all stages of a run. Speed-ups: over the target "
+        "alone at that load",
     )
     for point in points:
         cells = [Cell(*point.speed_ups[load]) if load in point.speed_ups else None for load in loads]

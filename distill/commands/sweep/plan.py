@@ -22,7 +22,8 @@ _LONGEST_NAME = 96
 
 
 class SweepFile(Section):
-    """A sweep file. `overrides` maps dotted config keys to values, `grid` to lists of values. `price_per_hour`: of the device, for the price
+    """A sweep file. `overrides` maps dotted config keys to values, `grid` to lists of values. `price_per_hour`: of
+    the device, for the price
     of tokens.
     """
 
