@@ -33,9 +33,10 @@ from speculative.drafters.draft import Draft
 from speculative.measure.cost import best_gamma, measure_costs
 from speculative.measure.metrics import live_metrics, ratio_with_interval, rule_curve
 from speculative.measure.token_scores import score_tokens
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
-RULE = "sample"  # how the engine accepts: a drafted token stays with probability min(1, target / draft)
+RULE = Rule.named("sample")  # how the engine accepts: a drafted token stays with probability min(1, target / draft)
 SERVING = SamplingSettings(0.7, top_p=0.95)
 
 
@@ -114,22 +115,21 @@ def speed_up(
 ) -> tuple[float, tuple[float, float]]:
     """Tokens per second with the draft over those without, on the same prompts in turn, and its interval over prompts."""
     ways = {"draft": (Draft(student).drafter(), settings.under(RULE, gamma)), "target alone": (None, settings)}
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    found: list[Response] = []
-    for way, (drafter, how) in ways.items():
+    seconds_per_token: dict[str, list[float]] = {way: [] for way in ways}
+    drafted: list[Response] = []
+    for drafter, how in ways.values():
         decode(target, drafter, prompts[:2], how, batch_size=1)  # compiles and checks the fast path once
-        rates[way].clear()
     for prompt in prompts:
         for way, (drafter, how) in ways.items():
             began = time.perf_counter()
             responses, _ = decode(target, drafter, [prompt], how, batch_size=1)
-            rates[way].append((time.perf_counter() - began) / len(responses[0].response_ids))
-            found += responses if way == "draft" else []
-    numbers = live_metrics(found, gamma)
+            seconds_per_token[way].append((time.perf_counter() - began) / len(responses[0].response_ids))
+            drafted += responses if way == "draft" else []
+    numbers = live_metrics(drafted, gamma)
     low, high = numbers["tau_ci"]
     print(f"live: tau {numbers['tau']:.3f} [{low:.3f}, {high:.3f}] at gamma {gamma}")
     keys = [key for key, _ in prompts]
-    return ratio_with_interval(np.array(rates["target alone"]), np.array(rates["draft"]), keys)
+    return ratio_with_interval(np.array(seconds_per_token["target alone"]), np.array(seconds_per_token["draft"]), keys)
 
 
 def main(

@@ -96,7 +96,7 @@ RETIRED: dict[str, str] = {
     "optim.embedding_weight_decay": "optim.weight_decay holds for all matrices",
     "optim.final_lr_ratio": "the learning rate falls to a tenth of optim.lr",
     "optim.spike_factor": "an update is skipped if its gradient norm is ten times the recent median",
-    "resume": "a run's folder is continued; give another name to start anew",
+    "resume": "a run's folder is continued; give another name to start again",
     "student.layers: auto": "list the layers to keep, e.g. [0, -1]",
     "student.depth": "list the layers to keep in student.layers",
     "student.extend_context": "set data.context_length to the draft's own limit, or start from another draft",
