@@ -21,7 +21,7 @@ from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ProgressBar, ResponsePlan, row_of
-from data.responses.served import TEXTS, TOP, recognise
+from data.responses.server_identity import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore
@@ -51,7 +51,7 @@ class EndpointTarget:
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
         """``tokenizer``: the target's; ``vocab_rows``: rows of its head.
 
-        ``record``: file that records which model answered before; see `data.responses.served`.
+        ``record``: file that records which model answered before; see `data.responses.server_identity`.
         """
         self.endpoint, self.tokenizer, self.vocab_rows, self.record = endpoint, tokenizer, vocab_rows, record
         self._client: Any = None

@@ -240,7 +240,7 @@ class Target:
             "revision": self.config.revision,
             "dtype": self.config.dtype,
             "device": self.device.type,
-            # The address may change. data/responses/served.py checks the identity of the served model on each use.
+            # The address may change. data/responses/server_identity.py checks the identity of the served model on each use.
             "endpoint": {"model": self.config.endpoint.model} if self.config.endpoint else None,
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         }

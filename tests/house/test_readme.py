@@ -27,7 +27,14 @@ def test_the_map_has_every_package() -> None:
     page_map = README.split("## Map")[1].split("\n## ")[0]
     packages = ("distill", "data", "speculative")
     folders = {path.parent.name for package in packages for path in (ROOT / package).glob("*/__init__.py")}
-    assert set(re.findall(r"\b([a-z]+)/", page_map)) == folders | {*packages, "configs", "bench", "docs", "tests", "examples"}
+    assert set(re.findall(r"\b([a-z]+)/", page_map)) == folders | {
+        *packages,
+        "configs",
+        "bench",
+        "docs",
+        "tests",
+        "examples",
+    }
 
 
 def test_every_file_that_readme_and_docs_name_is_there() -> None:

@@ -22,7 +22,7 @@ from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, respond
-from data.responses.served import TEXTS, TOP, difference
+from data.responses.server_identity import TEXTS, TOP, difference
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore, signal_manifest
