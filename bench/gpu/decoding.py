@@ -42,7 +42,6 @@ PLAN = (
     (16, "sample", "graph"),
     (64, "sample", "graph"),
 )
-COMPILED, COMPILING = (1, "greedy", "compile"), 90.0  # with a shallow draft only; seconds that it takes
 TINY_PLAN = ((1, "greedy", "auto"), (4, "sample", "eager"))
 
 
@@ -138,9 +137,7 @@ def cells(name: str, place: Place) -> Iterator[dict[str, Any]]:
         }
 
     marks = {"floor_share": DEEP if deep else SHALLOW, "vs_hf_assisted": ASSISTED}
-    for batch, mode, runner in TINY_PLAN if place.tiny else PLAN if deep else (*PLAN, COMPILED):
-        if runner == "compile" and place.left < COMPILING:
-            continue
+    for batch, mode, runner in TINY_PLAN if place.tiny else PLAN:
         cell = {
             "pair": name,
             "batch": batch,

@@ -5,10 +5,8 @@ import gc
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from pretend_cuda.ledger import LEDGER
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 
@@ -23,8 +21,7 @@ from speculative.drafters.lookup import Lookahead, PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine import memory
-from speculative.engine.cache import POSITION_STEP, RaggedCache
-from speculative.engine.cached_model import CachedModel
+from speculative.engine.cache import RaggedCache
 from speculative.evaluate import frozen_responses, judge
 from speculative.measure.cost import measure_costs
 from speculative.measure.load import full_batch_seconds
@@ -187,13 +184,6 @@ def test_a_capture_that_would_fail_is_never_begun(kind: str, options: dict[str, 
     assert found[0] == expected[0]
 
 
-def test_positions_on_the_device_come_in_steps() -> None:
-    target = on_device(small())
-    cached = CachedModel(target, "target", rows=2, capacity=70)
-    cached.feed(torch.ones((2, 1), dtype=torch.int64, device="cuda"), np.array([3, 9]), 1)
-    assert (cached.cache.place.capacity, cached.cache.place.prefix) == (2 * POSITION_STEP, POSITION_STEP)
-
-
 def test_memory_that_nobody_uses_any_more_goes() -> None:
     """Without waiting for the garbage collector: what a draft that is gone had, and more than the latest few of a model."""
     target = on_device(small())
@@ -277,33 +267,6 @@ def test_what_was_recorded_under_other_conditions_is_not_found() -> None:
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().clone())
     stream.close()
     assert recorded() > 0
-
-
-def test_what_was_recorded_with_an_adapter_is_not_found_without_it() -> None:
-    adapted = get_peft_model(on_device(small()), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    target = adapted.get_base_model()
-
-    def recorded() -> int:
-        return decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")[1].recording_calls
-
-    assert recorded() > 0
-    assert recorded() == 0
-    with adapted.disable_adapter():
-        assert recorded() > 0
-    assert recorded() > 0
-
-
-def test_what_was_recorded_with_another_module_is_not_found() -> None:
-    """One without weights, whose addresses would tell."""
-    target = on_device(small())
-
-    def recorded() -> int:
-        return decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner="graph")[1].recording_calls
-
-    assert recorded() > 0
-    target.model.layers[0].mlp.act_fn = torch.nn.GELU()
-    assert recorded() > 0
-    assert recorded() == 0
 
 
 def test_recordings_of_a_memory_share_a_pool_and_a_stream_and_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,22 +225,6 @@ def test_widths_that_change(policy, in_compiled_code: list[int]) -> None:
     assert in_compiled_code
 
 
-def test_a_long_stretch_without_the_draft_is_caught_up_with() -> None:
-    """More tokens than one call reads, of rows that miss different numbers."""
-
-    class Late(FixedGamma):
-        def choose(self, active_R: np.ndarray) -> int:
-            self.blocks = getattr(self, "blocks", 0) + 1
-            return 0 if self.blocks < 90 else 3
-
-    settings = DecodeSettings(SamplingSettings(0.9), 3, Rule.named("sample"), 130)
-    found = [
-        decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, policy=Late(3), batch_size=5, runner=runner)[0]
-        for runner in ("compile", "eager")
-    ]
-    assert texts(found[0]) == texts(found[1])
-
-
 def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
     """Else it takes its own rejected tokens for text: nothing is wrong with the text, but acceptance falls."""
 
@@ -256,38 +240,6 @@ def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
         for runner in ("compile", "eager")
     ]
     assert [one.accepted_counts for one in found[0]] == [one.accepted_counts for one in found[1]]
-
-
-@pytest.mark.parametrize("name", ["early exit", "nested", "lookup"])
-def test_drafting_is_timed_as_drafting(name: str) -> None:
-    _, timing = decode(TARGET, DRAFTERS[name](), PROMPTS, RULES["greedy"])
-    assert timing.draft_seconds > 0.0
-
-
-def test_a_broken_draft_that_is_called_as_it_is_is_refused() -> None:
-    draft = tiny_model("gpt2", vocab_size=TARGET.config.vocab_size)
-    with torch.no_grad():
-        draft.lm_head.weight[5] = torch.nan
-    for rule in ("greedy", "sample"):
-        with pytest.raises(UserError, match="the draft returned NaN or infinite logits"):
-            decode(TARGET, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
-
-
-def test_a_draft_in_float64_is_taken() -> None:
-    draft = perturbed(TARGET, 0.03).double()
-    found = [decode(TARGET, ModelDrafter(draft), PROMPTS, RULES["sample"], runner=how)[0] for how in ("auto", "eager")]
-    assert texts(found[0]) == texts(found[1])
-
-
-@pytest.mark.parametrize("who", ["target", "draft"])
-@pytest.mark.parametrize("rule", ["greedy", "sample"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_broken_logits_are_refused(who: str, rule: str, value: float) -> None:
-    target, draft = tiny_model(seed=1), tiny_model(seed=2)
-    with torch.no_grad():
-        (target if who == "target" else draft).lm_head.weight[7] = value
-    with pytest.raises(UserError, match=f"the {who} returned NaN or infinite logits for prompt 'prompt-0'"):
-        decode(target, ModelDrafter(draft), PROMPTS[:1], RULES[rule])
 
 
 @pytest.fixture
@@ -324,18 +276,6 @@ def test_short_blocks_run_several_in_a_call(
     assert own_timing.target_calls == timing.target_calls == alone > 1.5 * together
     stages = own_timing.draft_seconds + own_timing.verify_seconds + own_timing.accept_seconds
     assert 0.0 < stages < own_timing.total_seconds
-
-
-def test_commits_of_one_call_are_as_far_apart_as_their_blocks_took(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled_loop, "LAST_START_NANOSECONDS", 10**12)
-    handed, take = [], CompiledLoop._next
-    monkeypatch.setattr(CompiledLoop, "_next", lambda self: handed.append(sum(self.ahead[0][1])) or take(self))
-    (response,), _ = decode(TARGET, None, PROMPTS[:1], replace(RULES["plain"], max_tokens=16))
-    assert len(calls) == 1
-    # atol: differences of times since the boot.
-    np.testing.assert_allclose(np.diff(response.commit_seconds), handed[1:], atol=1e-9)
 
 
 def test_a_block_runs_alone_where_somebody_waits_for_it(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,11 +337,6 @@ def test_a_choice_of_gamma_holds_for_some_blocks(kind: str, calls: list[int], mo
     else:
         plainly = [len(list(blocks)) for width, blocks in groupby(policy.widths) if width == 0]
         assert (sum(plainly[:-2]), plainly[-2]) == (16, 32)
-
-
-def test_a_tokenizer_may_have_no_end_token() -> None:
-    settings = replace(RULES["plain"], eos_ids=(None,))
-    assert texts(decode(TARGET, None, PROMPTS, settings)[0]) == texts(decode(TARGET, None, PROMPTS, RULES["plain"])[0])
 
 
 def test_broken_logits_in_a_later_block_of_a_call_are_refused() -> None:

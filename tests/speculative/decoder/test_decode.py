@@ -137,10 +137,6 @@ def test_a_response_may_fill_the_context_to_its_last_position(kind):
     assert texts(responses) == generated(target, prompts, 20)
 
 
-def test_no_prompts_give_no_responses():
-    assert decode(TARGET, None, [], DecodeSettings(GREEDY))[0] == []
-
-
 def test_end_token_ids_are_those_of_all_files():
     model = tiny_model()
     assert end_token_ids(model) == ()

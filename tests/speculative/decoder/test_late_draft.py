@@ -7,28 +7,18 @@ import numpy as np
 import pytest
 from host_rows import SMALL_DRAFT, TARGET, repeating_prompts, sampled_text_p_value
 from simulation import trials
-from tiny_models import VOCAB, perturbed, texts, tiny_model
+from tiny_models import VOCAB, perturbed, texts
 
 from speculative.decode import decode, generate
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.draft import ParallelDrafter
 from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.early_exit import EarlyExit
-from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.lookup_draft import LookupDraft
 from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
-from speculative.rules.tree import TokenTree
 
 DRAFT, MARKED = perturbed(TARGET), perturbed(TARGET)
 MARKED.config.pard_token = VOCAB - 1
-DRAFTERS = {
-    "draft": lambda: ModelDrafter(DRAFT),
-    "parallel": lambda: ParallelDrafter(MARKED),
-    "lookup-draft": lambda: LookupDraft(PromptLookup(min_ngram=2), ModelDrafter(DRAFT), then_gamma=2),
-}
 PROMPTS = repeating_prompts()
 GREEDILY = DecodeSettings(GREEDY, 4, Rule.named("greedy"), max_tokens=24, eos_ids=(7, 19))
 
@@ -45,21 +35,6 @@ class Watched(ModelDrafter):
         super().admit(rows, tokens_RC, lengths_R)
 
 
-@pytest.mark.parametrize("runner", ["eager", "compile"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_text_is_plain_text_with_rows_recycled(name, runner):
-    plain, _ = decode(TARGET, None, PROMPTS, replace(GREEDILY, gamma=0))
-    for batch_size in (1, 3, 8):
-        late, _ = decode(
-            TARGET, DRAFTERS[name](), PROMPTS, GREEDILY, batch_size=batch_size, runner=runner, draft_reads_late=True
-        )
-        assert texts(late) == texts(plain)
-        assert all((one.drafted_counts[0], one.accepted_counts[0], one.commit_sizes[0]) == (0, 0, 1) for one in late)
-        assert {count for one in late for count in one.accepted_counts[1:]} >= {0, 1}, (
-            "tokens of the draft are right and wrong"
-        )
-
-
 def test_the_target_says_the_first_token_before_the_draft_reads_anything():
     watched, first = Watched(DRAFT), []
     settings = replace(GREEDILY, max_tokens=6, eos_ids=())
@@ -73,15 +48,6 @@ def test_the_target_says_the_first_token_before_the_draft_reads_anything():
     assert all(before <= index for index, _, before in first), "no prompt was read before its first token"
     lengths = sorted(length for _, of_rows in watched.read for length in of_rows)
     assert lengths == sorted(len(ids) + 1 for _, ids in PROMPTS[:4])
-
-
-def test_a_response_of_one_token_never_meets_the_draft():
-    watched = Watched(DRAFT)
-    settings = replace(GREEDILY, max_tokens=1)
-    late, timing = decode(TARGET, watched, PROMPTS, settings, batch_size=3, draft_reads_late=True)
-    plain, _ = decode(TARGET, None, PROMPTS, replace(settings, gamma=0))
-    assert (texts(late), watched.read) == (texts(plain), [])
-    assert 0.0 < timing.prefill_seconds < timing.total_seconds
 
 
 @pytest.mark.parametrize("runner", ["eager", "compile"])
@@ -111,25 +77,3 @@ def test_a_sampled_response_ignores_the_batch_and_begins_as_plain_decoding():
 def test_sampled_text_has_the_targets_distribution(rule):
     way = DecodeSettings(gamma=3, rule=Rule.named(rule))
     assert sampled_text_p_value(ModelDrafter(SMALL_DRAFT), way, trials(3000, 6000), draft_reads_late=True) > 1e-3
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_recurrent_pair_says_the_same():
-    target = tiny_model("lfm2", layer_types=["conv", "full_attention"])
-    plain, _ = decode(target, None, PROMPTS[:4], replace(GREEDILY, gamma=0))
-    late, _ = decode(
-        target, ModelDrafter(perturbed(target)), PROMPTS[:4], GREEDILY, batch_size=2, draft_reads_late=True
-    )
-    assert texts(late) == texts(plain)
-
-
-@pytest.mark.parametrize("drafter", [PromptLookup(), EarlyExit(TARGET, 1), None], ids=["lookup", "early exit", "tree"])
-def test_where_no_draft_reads_a_prompt_nothing_changes(drafter):
-    tree = TokenTree.from_branching((2, 1)) if drafter is None else None
-    settings = replace(GREEDILY, gamma=2 if tree else 4, tree=tree)
-    drafter = drafter or ModelDrafter(DRAFT)
-    usual, _ = decode(TARGET, drafter, PROMPTS, settings)
-    late, _ = decode(TARGET, drafter, PROMPTS, settings, draft_reads_late=True)
-    assert [(one.response_ids, one.accepted_counts) for one in late] == [
-        (one.response_ids, one.accepted_counts) for one in usual
-    ]

@@ -13,7 +13,6 @@ from simulation import trials
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
-from speculative.decoder import block_loop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit, first_layers
@@ -159,27 +158,6 @@ def test_early_exit_shares_the_targets_cache_and_weights(kind):
     assert target.config.num_hidden_layers == 4
 
 
-def test_early_exit_accepts_what_a_separate_draft_of_the_same_layers_accepts():
-    """A stale or misplaced entry of the shared cache would show here and nowhere else."""
-    target = tiny_model("llama", num_hidden_layers=4)
-    own_cache = ModelDrafter(first_layers(target, 3))
-    settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), max_tokens=30)
-    both = [
-        decode(target, drafter, prompts_of(RAGGED), settings, batch_size=3)[0]
-        for drafter in (EarlyExit(target, 3), own_cache)
-    ]
-    assert texts(both[0]) == texts(both[1])
-    assert [text.accepted_counts for text in both[0]] == [text.accepted_counts for text in both[1]]
-
-
-def test_end_tokens_of_the_rules_and_of_the_settings_are_both_held_back():
-    rules = LogitsRules(min_tokens=5, eos_ids=(7,))
-    settings = DecodeSettings(GREEDY, 0, Rule.named("greedy"), 20, eos_ids=(3,), min_tokens=1, rules=rules)
-    assert settings.active_rules is not None
-    assert set(settings.active_rules.eos_ids) == {3, 7}
-    assert settings.active_rules.min_tokens == 5
-
-
 def test_impossible_combinations_are_refused_in_one_line():
     greedy = DecodeSettings(GREEDY, 3, Rule.named("greedy"), tree=TREE)
     for wrong, message in (
@@ -191,18 +169,3 @@ def test_impossible_combinations_are_refused_in_one_line():
         assert message in refused(dataclasses.replace, greedy, **wrong)
     with pytest.raises(UserError, match=r"must be 1\.\.1"):
         EarlyExit(TARGET, 2)
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-def test_one_packed_transfer_brings_what_separate_ones_bring(way, monkeypatch):
-    """What an accelerator does with the outcome of a block, on a CPU."""
-    settings = dataclasses.replace(WAYS[way], max_tokens=20)
-    apart, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED[:5]), settings, batch_size=3)
-    at_once = lambda wanted: block_loop.unpacked(block_loop.packed(wanted).numpy(), block_loop.layout_of(wanted))  # noqa: E731
-    monkeypatch.setattr(block_loop, "_to_host", at_once)
-    packed, _ = decode(TARGET, ModelDrafter(DRAFT), prompts_of(RAGGED[:5]), settings, batch_size=3)
-    for one, other in zip(packed, apart, strict=True):
-        assert one.response_ids == other.response_ids
-        assert one.accepted_counts == other.accepted_counts
-        assert one.log_target_probs == other.log_target_probs
-        assert one.overlap_sum == pytest.approx(other.overlap_sum)  # summed in float64 and in float32

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from failures import files_no_larger_than, full_disk
+from failures import files_no_larger_than
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
@@ -161,24 +161,3 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_file(tmp_path, flush_rows,
             assert "log cannot be written" in refused(run)
     assert pq.read_table(path).num_rows == 2
     assert os.listdir(tmp_path) == ["log.parquet"]
-
-
-def test_a_flush_that_failed_in_part_is_not_finished_later(tmp_path, monkeypatch):
-    """A disk that has room again would otherwise give a file that looks whole."""
-    path = tmp_path / "log.parquet"
-
-    def run():
-        with ProposalLog(path, flush_rows=4) as log:
-            log.add(*block_of("one", 0, 0, 4, 1))
-            monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
-            log.add(*block_of("one", 1, 4, 4, 1))
-
-    assert "No space left on device" in refused(run)
-    assert os.listdir(tmp_path) == []
-
-
-def test_more_tokens_than_a_place_can_count_are_refused(tmp_path):
-    with ProposalLog(tmp_path / "log.parquet") as log:
-        log.add(*block_of("one", 0, 0, 128, 100))
-        assert "at most 128 drafted tokens a block, not 129" in refused(lambda: log.add(*block_of("one", 1, 0, 129, 0)))
-    assert pq.read_table(tmp_path / "log.parquet").to_pydict()["place"] == list(range(128))

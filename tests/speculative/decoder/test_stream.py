@@ -16,7 +16,7 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
 from speculative.decode import decode, generate
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.decoder.responses import STOP, DecodeSettings, Timing
+from speculative.decoder.responses import STOP, DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
@@ -146,29 +146,6 @@ def test_what_follows_a_replaced_token_is_what_the_target_says_after_it(place):
             assert len(response.response_ids) == len(response.log_target_probs) == len(response.proposed_mask) == 24
 
 
-def test_a_gate_may_end_a_response_by_saying_an_end_token():
-    settings = settings_of(GREEDY, "greedy", 4, eos_ids=(399,))
-    _, ended = streamed(settings, gate=lambda key, position, token_id, so_far: 399 if position == 5 else None)
-    assert all(response.response_ids[5:] == [399] and response.finish_reason == "end" for response in ended)
-
-
-def test_a_gate_that_answers_an_unknown_token_is_told_so():
-    for answer in (999, -1, True, "x"):
-        with pytest.raises(
-            UserError,
-            match=r"the commit gate returned .*: must be None \(keep the token\), an id 0\.\.399 \(replace it\)",
-        ):
-            streamed(settings_of(GREEDY, "greedy", 4), gate=lambda key, position, token_id, so_far, said=answer: said)
-
-
-def test_the_probability_of_a_replaced_token_is_unknown():
-    settings = settings_of(SamplingSettings(1.0), "sample", 3)
-    _, replaced = streamed(settings, gate=lambda key, position, token_id, so_far: 77 if position == 4 else None)
-    for response in replaced:
-        unknown = [place for place, value in enumerate(response.log_target_probs) if value != value]
-        assert unknown == ([4] if response.gate_log[4].answer == "77" else [])
-
-
 @pytest.mark.parametrize(("sampling", "rule"), WAYS)
 def test_the_proposal_log_holds_every_drafted_token(tmp_path, sampling, rule):
     settings = settings_of(sampling, rule, 3, eos_ids=(5, 9))
@@ -225,19 +202,6 @@ def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_not
     assert responses[0].response_ids == alone[0].response_ids
     with pytest.raises(UserError, match="'over' has 256 tokens but the target's context is 256: shorten it"):
         decode(TARGET, None, [("over", [1] * 256)], settings_of(GREEDY, "greedy", 0, fit_context=True))
-
-
-def test_timing_adds_up_and_names_every_stage():
-    timing = Timing()
-    list(generate(TARGET, ModelDrafter(DRAFT), PROMPTS, settings_of(GREEDY, "greedy", 3), timing=timing))
-    parts = [timing.prefill_seconds, timing.draft_seconds, timing.verify_seconds, timing.accept_seconds]
-    assert min(parts) > 0
-    assert sum(parts) + timing.host_seconds == pytest.approx(timing.total_seconds)
-    assert timing.peak_bytes > 10**7
-    once = timing.total_seconds
-    list(generate(TARGET, ModelDrafter(DRAFT), PROMPTS, settings_of(GREEDY, "greedy", 3), timing=timing))
-    assert timing.total_seconds > once
-    assert timing.host_seconds > 0  # stages and total of two calls, both added up
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from speculative.decoder.text import TextStream, decoding_of
 UNDECODED = "\ufffd"
 SPACE = "\u2581"
 EMBEDDED = load_tokenizer(str(EMBEDDED_FOLDER))
-END = EMBEDDED.eos_token_id
 
 
 def whole(tokenizer: Any, ids: list[int]) -> str:
@@ -100,14 +99,6 @@ def mixed_byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
-MULTI_BYTE = "aé你😀\u200d👩e\u0301ß \n\ufffd"
-
-
-@given(st.text(MULTI_BYTE, max_size=20), st.lists(st.text(MULTI_BYTE, min_size=1, max_size=4), max_size=3))
-def test_multi_byte_text_is_streamed_as_it_was_written(text, stop):
-    check_against_the_twin(EMBEDDED, ids_of(text), tuple(stop))
-
-
 random_ids = st.lists(
     # Single bytes are the ids after the three special ones: many of these lists are not UTF-8.
     st.one_of(st.integers(0, 258), st.integers(0, len(EMBEDDED) + 3)),
@@ -157,12 +148,6 @@ def test_bytes_hold_back_no_more_than_they_must(tokenizer_and_ids, stop):
 def test_tokenizers_of_pieces_and_single_bytes(kind, ids, stop):
     assert decoding_of(piece_tokenizer(kind)) == "pieces"
     check_against_the_twin(piece_tokenizer(kind), ids, tuple(stop))
-
-
-def test_pieces_are_streamed_as_they_come():
-    tokenizer = piece_tokenizer("llama")
-    pieces, _, _ = streamed(tokenizer, [3, 4, 12, 13, 14, 3, 5])
-    assert pieces == ["a", "b", "", "", "", "你 a", "é", ""]
 
 
 @given(

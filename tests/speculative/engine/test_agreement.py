@@ -1,22 +1,16 @@
 """Calls of ours give a model's own logits or are not made: windows and positions are the model's, in every dtype, whatever its config says."""
 
-from functools import partial
-
 import pytest
 import torch
 from refusals import refused
-from tiny_models import VOCAB, prompts_of, texts, tiny_model
+from tiny_models import prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters import early_exit
-from speculative.drafters.early_exit import EarlyExit
 from speculative.engine import agreement
 from speculative.engine.agreement import ordinary_text, speed_warning
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.windows import attention_windows
-from speculative.errors import UserError
-from speculative.measure.self_checks import self_checks
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
 
@@ -67,25 +61,6 @@ def test_a_window_is_that_of_the_models_own_mask(kind, config, windows, runner):
     model = tiny_model(kind, **config)
     assert attention_windows(model) == windows
     assert decoded(model, runner) == own_texts(model)
-
-
-def test_a_long_window_is_found_without_a_long_call():
-    model, lengths = tiny_model("mistral", sliding_window=100, layer_types=[FULL, FULL]), []
-    hook = model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    CachedModel(model, "target", 1, 200)
-    hook.remove()
-    assert attention_windows(model) == [100, 100]
-    assert max(lengths) < 20
-    ids = torch.randint(1, VOCAB, (1, 150))
-    for runner in ("compile", "eager"):
-        cached = CachedModel(model, "target", 1, 200, runner)
-        with torch.no_grad():
-            cached.prefill(ids.numpy(), [0], torch.tensor([149]).numpy())
-            found = cached.feed(ids[:, 149:], torch.tensor([149]).numpy(), 1)
-            expected = model(input_ids=ids, use_cache=False).logits[:, -1:]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # sums in another order
 
 
 @pytest.mark.parametrize("kind", FROM_PADDING)
@@ -154,55 +129,6 @@ def test_a_model_that_itself_rounds_much_is_no_fault_of_ours():
     assert CachedModel(model, "target", 1, 8, "compile").how == "compiled code"
 
 
-def test_slower_code_is_a_warning_of_the_result():
-    model = tiny_model(seed=3)
-    model.model.layers[1].self_attn.scaling *= 2.0
-    (said,) = self_checks(model, PROMPTS, SETTINGS)["warnings"]
-    assert said.startswith("LlamaForCausalLM runs eagerly, which is slower, because compiled code gives other logits")
-
-
-def test_a_rotary_table_made_anew_by_each_call_is_no_change(monkeypatch):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0, "rope_type": "longrope"}
-    model, checks = tiny_model("phi3", original_max_position_embeddings=64, rope_parameters=factors), []
-    monkeypatch.setattr(agreement, "_difference", lambda model, check, ids: checks.append(check.what))
-    for _ in range(3):
-        decode(model, None, PROMPTS, SETTINGS, runner="eager")
-    assert checks == ["eager calls"]
-    model.model.rotary_emb.original_inv_freq.mul_(2)
-    decode(model, None, PROMPTS, SETTINGS, runner="eager")
-    assert len(checks) == 2
-
-
-MEMORY = (
-    torch.OutOfMemoryError("CUDA out of memory."),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-)
-
-
-@pytest.mark.parametrize("error", [*MEMORY, ValueError("two lengths"), KeyError("mask"), RuntimeError("two shapes")])
-@pytest.mark.parametrize("what", ["target", "early exit", "state"])
-def test_too_little_memory_is_no_fault_of_the_model(error, what, monkeypatch):
-    def failing(*_, **__):
-        raise error
-
-    kind = {"layer_types": ["conv", "full_attention"]} if what == "state" else {}
-    model = tiny_model("lfm2" if kind else "llama", **kind)
-    monkeypatch.setattr(early_exit, "cache_entry", failing)
-    monkeypatch.setattr(agreement, "_difference", failing)
-    with pytest.raises(type(error) if error in MEMORY else UserError) as caught:
-        EarlyExit(model, 1) if what == "early exit" else decoded(model, "eager")
-    assert (caught.value is error) == (error in MEMORY)
-
-
-def test_windows_are_read_without_random_numbers():
-    model = tiny_model("gpt2").train()
-    before = torch.get_rng_state()
-    attention_windows(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.training
-
-
 def test_what_only_rounded_numbers_say_is_a_warning(monkeypatch):
     """A mixture of experts may choose others where two are nearly equal."""
 
@@ -214,8 +140,3 @@ def test_what_only_rounded_numbers_say_is_a_warning(monkeypatch):
     monkeypatch.setattr(agreement, "ROUGH", -1.0)
     with pytest.warns(UserWarning, match="eager calls may give other logits than the model itself"):
         CachedModel(model, "target", 1, 8)
-
-
-def test_float32_that_rounds_much_is_no_fault_of_compiled_code(monkeypatch):
-    monkeypatch.setattr(agreement, "Check", partial(agreement.Check, allowed=0.0))
-    assert CachedModel(tiny_model(), "target", 1, 8, "compile").how == "compiled code"

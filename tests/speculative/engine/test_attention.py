@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.early_exit import EarlyExit, first_layers
+from speculative.drafters.early_exit import EarlyExit
 from speculative.engine import cached_model, calls
 from speculative.engine.calls import GROUPED, grouped_attention, grouped_queries
 from speculative.rules.rule import Rule
@@ -67,13 +67,6 @@ def test_groups_are_attended_as_by_transformers(copies, key_heads, queries, wind
     assert bool(copies) == (key_heads == 4)
 
 
-def test_one_token_that_sees_all_needs_no_mask(copies):
-    given = states(2, 4, 2, 1, 9, 8)
-    theirs, _ = sdpa_attention_forward(Layer(2), *given, None)
-    torch.testing.assert_close(grouped_attention(Layer(2), *given, None)[0], theirs)
-    assert not copies
-
-
 def test_a_mask_is_folded_once_for_all_layers_and_once_for_rows_that_share_it():
     mask = ragged_mask(1, 3, 9, torch.float32).expand(5, -1, -1, -1)
     model = tiny_model()
@@ -118,24 +111,6 @@ def test_decoding_gives_the_text_of_transformers_and_leaves_the_model_alone(kind
     assert {1, 4} <= set(called) if implementation == "sdpa" else not called
 
 
-def test_the_lower_half_of_a_model_switches_what_its_layers_read():
-    target = tiny_model(num_hidden_layers=3)
-    lower = first_layers(target, 2)
-    with grouped_queries(lower, CPU):
-        assert lower.config._attn_implementation == target.config._attn_implementation == GROUPED
-        with grouped_queries(target, CPU):
-            pass
-        assert target.config._attn_implementation == GROUPED
-    assert lower.config._attn_implementation == target.config._attn_implementation == "sdpa"
-
-
-def test_an_exception_leaves_the_model_as_it_was():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="stop"), grouped_queries(model, CPU):
-        raise ValueError("stop")
-    assert model.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("kind", "overrides"), [("falcon", {"alibi": False}), ("llama", {"attn_implementation": "eager"})]
 )
@@ -144,14 +119,6 @@ def test_models_with_a_way_of_their_own_keep_it(kind, overrides):
     before = model.config._attn_implementation
     with grouped_queries(model, CPU):
         assert model.config._attn_implementation == before
-
-
-def test_code_that_asks_for_sdpa_by_name_is_recognised():
-    assert calls._asks_for_sdpa("transformers.models.falcon.modeling_falcon")
-    assert not calls._asks_for_sdpa("transformers.models.llama.modeling_llama")
-    asking = ["if self.config._attn_implementation == 'sdpa':", 'config._attn_implementation in ("eager", "sdpa")']
-    assert all(calls.ASKS_FOR_SDPA.search(line) for line in asking)
-    assert not calls.ASKS_FOR_SDPA.search('attn_implementation: str = "sdpa"')
 
 
 def test_a_fresh_prompt_is_read_without_a_mask(monkeypatch):

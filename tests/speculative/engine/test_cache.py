@@ -15,7 +15,6 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.cache import RaggedCache
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.memory import cache_bytes
 from speculative.engine.models import evaluating
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
@@ -182,20 +181,6 @@ def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_l
             CachedModel(model, "target", rows=2, capacity=CAPACITY).prefill(tokens, range(2), np.array([90, 90]))
 
 
-def test_masks_of_long_prompts_are_not_kept():
-    def held():
-        return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
-
-    model = MODELS["llama"]
-    with evaluating(model):
-        cached = CachedModel(model, "target", rows=1, capacity=CAPACITY)
-        for length in range(70, 90):
-            cached.prefill(np.ones((1, CAPACITY), dtype=np.int64), [0], np.array([length]))
-            if length == 70:
-                before = held()
-    assert held() - before < 20 * 70 * 70, "what masks of these lengths take, a byte an entry"
-
-
 @pytest.mark.parametrize("runner", ["eager", "compile"])
 def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collector: what waits for it counts as used, and on a GPU it is gigabytes."""
@@ -220,9 +205,3 @@ def test_no_cache_outlives_its_call(runner: str, monkeypatch: pytest.MonkeyPatch
         assert alive() <= before
     finally:
         gc.enable()
-
-
-def test_a_model_that_is_cast_has_another_cache():
-    model = tiny_model()
-    whole = cache_bytes(model, 1, 1)
-    assert cache_bytes(model.bfloat16(), 1, 1) == whole // 2

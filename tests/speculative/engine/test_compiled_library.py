@@ -70,16 +70,6 @@ def test_processes_that_build_at_the_same_time_get_whole_files(folder: Path, qui
     assert sorted(path.name for path in folder.iterdir()) == ["step-key.checksum", "step-key.so"]
 
 
-def test_another_version_is_another_file_and_old_ones_go(
-    folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened()
-    monkeypatch.setattr(module, "MOST_KEPT", 1)
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-DANOTHER"))
-    opened()
-    assert len(list(folder.glob("*.so"))) == len(list(folder.glob("*.checksum"))) == 1
-
-
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [
@@ -95,30 +85,11 @@ def test_without_a_compiler_models_run_as_they_are(
         assert opened() is None
 
 
-def test_the_compilers_error_is_told_in_a_line(
-    folder: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "step.cpp"
-    broken.write_text("int main( {")
-    monkeypatch.setattr(module, "SOURCES", (broken,))
-    with pytest.warns(UserWarning, match="failed: .*step.cpp:1:.*error") as warned:
-        assert opened() is None
-    assert "\n" not in str(warned[0].message)
-    assert list(folder.iterdir()) == []
-
-
 def test_a_folder_that_others_write_to_is_not_used(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(NoLibrary, match="writable by others: set XDG_CACHE_HOME"):
         module._folder()
-
-
-def test_where_nothing_can_be_written_models_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="run without compiled code"):
-        assert opened() is None
 
 
 def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(folder: Path) -> None:
@@ -132,15 +103,3 @@ def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
     ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120)
     assert ended.returncode == 9
     assert list(folder.glob("*.so")) == []
-
-
-def test_without_a_home_models_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("no home directory")))
-    with pytest.warns(UserWarning, match="run without compiled code.*no home directory"):
-        assert opened() is None
-
-
-def test_a_compiler_may_have_arguments(folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "g++ -DNOTHING")
-    assert opened() is not None

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine.agreement import Unfit
 from speculative.engine.cache import RaggedCache
 from speculative.engine.fused import model as fused
 from speculative.engine.fused.weights import Weights, packed
@@ -112,11 +111,3 @@ def test_weights_are_packed_again_when_they_have_moved():
     place = moved.weight.data_ptr()
     del matrix, moved
     assert packed(attention.q_proj, attention.k_proj).weight.data_ptr() == place  # Recordings hold the address.
-
-
-def test_other_linear_layers_are_not_packed():
-    model = tiny_model("llama")
-    attention = model.model.layers[0].self_attn
-    attention.k_proj.bias = torch.nn.Parameter(torch.zeros(16))
-    with pytest.raises(Unfit):
-        packed(attention.q_proj, attention.k_proj)

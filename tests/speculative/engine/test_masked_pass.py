@@ -44,13 +44,6 @@ def test_every_block_is_answered_as_if_its_text_ended_at_its_start(kind):
         torch.testing.assert_close(logits_BLV[text, column], expected_V, **close)
 
 
-def test_a_pass_without_masks_is_the_text():
-    model = tiny_model()
-    asked = masked_pass(model, torch.tensor([[3, 4, 5]]), torch.tensor([[1, 0, 1]]), MASK)
-    assert asked.input_ids_BL.tolist() == [[3, 4, 5]]
-    assert asked.columns_N.tolist() == []
-
-
 def test_models_that_cannot_be_asked_so_are_refused_in_one_line():
     ids, depths = torch.tensor([[3, 4, 5]]), torch.tensor([[2, 0, 0]])
     recurrent = {"attention_layers_idx": [1], "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}

@@ -13,9 +13,7 @@ from speculative.drafters.early_exit import first_layers
 from speculative.engine.memory import cache_bytes, check_memory, free_bytes
 from speculative.engine.models import (
     check_decodable,
-    evaluating,
     max_positions,
-    without_autograd,
 )
 from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
@@ -132,38 +130,6 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
     assert max_positions(dynamic.config) == 256
 
 
-def test_a_model_that_wants_a_mask_for_each_row_gets_one():
-    target = tiny_model("xglm", d_model=32, num_layers=2, attention_heads=4, ffn_dim=64)
-    prompts = prompts_of([6, 6, 6])
-    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=10)
-    responses, _ = decode(target, ModelDrafter(perturbed(target)), prompts, settings)
-    assert texts(responses) == generated(target, prompts, 10)
-
-
-def test_evaluating_restores_each_models_mode_and_keeps_gradients_off():
-    training, evaluated = tiny_model().train(), tiny_model()
-    with evaluating(training, None, evaluated):
-        assert not training.training
-        assert not torch.is_grad_enabled()
-    assert training.training
-    with pytest.raises(KeyError), evaluating(training):
-        raise KeyError
-    assert training.training
-    assert not evaluated.training
-    assert torch.is_grad_enabled()
-
-
-def test_a_frozen_part_stays_frozen_and_shared_layers_stay_in_eval_mode():
-    model = tiny_model("gpt2", n_layer=4).train()
-    model.transformer.h[0].eval()
-    shorter = first_layers(model, 2)  # made of modules in training mode
-    model.transformer.h[1].eval()
-    before = [module.training for module in model.modules()]
-    with evaluating(model, shorter):
-        assert not any(module.training for module in model.modules())
-    assert [module.training for module in model.modules()] == before
-
-
 def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_trained_with():
     target, draft = tiny_model(), perturbed(tiny_model())
     inference = []
@@ -186,19 +152,6 @@ def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_tra
         assert not any(buffer.is_inference() for buffer in model.buffers())
         model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # an inference tensor is refused here
         assert model.get_input_embeddings().weight.grad is not None
-
-
-def test_inference_mode_is_left_to_plain_calls_of_plain_weights():
-    class Packed(torch.Tensor):
-        """A weight of another class, as quantisation makes."""
-
-    model = tiny_model()
-    assert without_autograd("eager", model, None) is torch.inference_mode
-    assert without_autograd("graph", model) is torch.no_grad
-    assert without_autograd("graph", model) is torch.no_grad
-    embedding = model.get_input_embeddings()
-    embedding.weight = torch.nn.Parameter(embedding.weight.detach().as_subclass(Packed), requires_grad=False)
-    assert without_autograd("eager", tiny_model(), model) is torch.no_grad
 
 
 def test_cache_memory_is_computed_from_what_the_layers_really_store():

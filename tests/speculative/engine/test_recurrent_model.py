@@ -13,7 +13,6 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
 from speculative.engine import recurrent_model
 from speculative.engine.cached_model import open_model
-from speculative.engine.memory import cache_bytes
 from speculative.engine.recurrent_model import RecurrentModel
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, judge
@@ -113,16 +112,3 @@ def test_what_one_past_cannot_do_is_refused():
         decode(target, ModelDrafter(perturbed(target)), prompts_of([3]), tree)
     with pytest.raises(UserError, match="no early exit"):
         EarlyExit(target, 1)
-
-
-def test_a_state_that_stays_in_the_model_is_refused():
-    model = tiny_model("recurrent_gemma", num_hidden_layers=3, num_key_value_heads=1, lru_width=32)
-    with pytest.raises(UserError, match=r"RecurrentGemmaForCausalLM\) does not return its state"):
-        decode(model, None, prompts_of([3]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=4))
-
-
-def test_states_are_counted_three_times_over():
-    """Mamba: (64 channels x 4 convolution columns + 64 x 4 states) x 4 bytes x 2 layers, whatever the length; lfm2 grows."""
-    assert cache_bytes(hybrid("mamba"), 2, 100) == 3 * 2 * (64 * 4 + 64 * 4) * 4 * 2
-    conv, keys = 32 * 3 * 4, 2 * 2 * 8 * 4
-    assert cache_bytes(hybrid("lfm2"), 1, 100) == 3 * (conv + 100 * keys)

@@ -100,14 +100,6 @@ def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
     assert texts(responses) == generated(target, PROMPTS, 24)
 
 
-def test_buffers_made_in_inference_mode_serve_nobody_outside(recorded):
-    target, draft = tiny_model(), perturbed(tiny_model())
-    with torch.inference_mode():
-        expected, _ = decode(target, ModelDrafter(draft), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
-    responses, _ = decode(target, ModelDrafter(draft), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
-    assert texts(responses) == texts(expected)
-
-
 def refused_capture(function, inputs):
     raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -120,21 +112,6 @@ def wrong_capture(function, inputs):
 def empty_capture(function, inputs):
     """As on a device that is not the current one: its buffers hold what the capture left there."""
     return Recording(lambda: None, inputs, function())
-
-
-def test_logits_of_a_head_of_some_tokens_can_be_recorded():
-    def logits(hidden_R):
-        return hidden_R.new_full((2, 5), -torch.inf).index_copy_(
-            1, torch.tensor([1, 3]), hidden_R[:, None].expand(2, 2)
-        )
-
-    runner = CpuGraphRunner()
-    for values in ([1.0, 2.0], [3.0, 4.0]):
-        hidden_R = torch.tensor(values)
-        torch.testing.assert_close(runner.run(logits, (hidden_R,), ()), logits(hidden_R), rtol=0, atol=0)
-    assert runner.knows(((torch.Size([2]),), ()))
-    assert runner.recordings == 1
-    assert runner._usable
 
 
 @pytest.mark.parametrize(
@@ -154,17 +131,6 @@ def test_a_model_whose_captures_fail_runs_eagerly_with_one_warning(recorded, mon
         )
     assert len(seen) == 1
     assert texts(responses) == generated(target, PROMPTS, 24)
-
-
-def test_blocks_that_record_a_call_are_in_no_stage(recorded):
-    target = tiny_model()
-    policy = HearsSeconds(3)
-    draft = ModelDrafter(perturbed(target))
-    _, timing = decode(target, draft, PROMPTS[:1], GREEDY_3, runner="graph", policy=policy)
-    assert policy.heard.count(None) == timing.recording_calls
-    assert len(policy.heard) == timing.target_calls
-    assert 1 <= timing.recording_calls < timing.target_calls
-    assert timing.recording_seconds > 0
 
 
 @pytest.mark.gpu

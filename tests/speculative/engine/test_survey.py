@@ -12,7 +12,6 @@ from speculative.decode import DecodeSettings, decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import survey as module_of_survey
 from speculative.engine.survey import Survey, facts_of, survey, survey_again, surveyed
-from speculative.engine.windows import attention_windows
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -67,21 +66,6 @@ def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module]
     assert facts_of(model) == {}
 
 
-@pytest.mark.parametrize("change", ["frequencies", "scaling"])
-def test_positions_that_change_in_place_are_read_again(change: str) -> None:
-    model, settings = tiny_model(seed=3), DecodeSettings(SamplingSettings(0.7), 0, max_tokens=30)
-
-    def said(runner: str) -> list[list[int]]:
-        return [one.response_ids for one in decode(model, None, prompts_of([9, 30]), settings, runner=runner)[0]]
-
-    before, rotary = said("compile"), model.model.rotary_emb
-    if change == "frequencies":
-        rotary.inv_freq /= 3.0
-    else:
-        rotary.attention_scaling = 3.0
-    assert said("compile") == said("eager") != before
-
-
 def test_adapters_that_are_switched_change_the_state() -> None:
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
     before = Survey(model).state
@@ -120,19 +104,3 @@ def test_it_sees_tensor_subclasses_and_who_listens() -> None:
     hook.remove()
     head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
     assert not Survey(model).ordinary
-
-
-def test_a_config_is_written_out_once_and_without_the_ids_of_a_head() -> None:
-    written = []
-
-    class Ids(list[int]):
-        def __repr__(self) -> str:
-            written.append(len(self))
-            return "ids"
-
-    model = tiny_model()
-    model.config.head_token_ids, model.config.others = Ids(range(8)), Ids(range(3))
-    before, windows = Survey(model).fingerprint, attention_windows(model)
-    assert written == [3, 3]
-    model.config.others = None
-    assert (Survey(model).fingerprint != before, attention_windows(model)) == (True, windows)

@@ -76,13 +76,6 @@ def test_a_better_draft_has_a_positive_paired_gain():
     assert gain.alpha.ci[0] > 0
 
 
-def test_a_domain_of_empty_responses_is_left_out():
-    empty = [HeldoutResponse("e", "empty", [1, 2], [], [])]
-    result = judge_frozen(Draft(DRAFT), [*HELDOUT, *empty], SETTINGS)
-    assert "empty" not in result.domains
-    assert result.alpha == pytest.approx(judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS).alpha)
-
-
 def test_replay_gives_survival_of_the_whole_text_and_of_every_domain():
     result = judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)
     parts = {name: [one for one in HELDOUT if one.domain == name] for name in result.domains}

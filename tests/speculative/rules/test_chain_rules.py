@@ -231,19 +231,6 @@ def test_a_target_probability_of_zero_is_never_accepted(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_rows_are_always_accepted_whatever_the_rounding(rule):
-    probs = torch.rand(100, 6, 20, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    ids = probs[:, :5].argmin(-1)
-    coins = torch.full((100, 5), SURE, dtype=torch.float64)
-    outcome = rule(probs, ids, probs[:, :5], coins, torch.zeros(100, 6))
-    assert outcome.accepted_B.tolist() == [5] * 100
-    assert torch.equal(outcome.accept_probs_BG, torch.ones(100, 5))
-    lucky = rule(probs, ids, probs[:, :5], torch.zeros(100, 5), torch.zeros(100, 6), torch.full((100,), 2))
-    assert lucky.accepted_B.tolist() == [2] * 100
-    assert torch.equal(residual_probs(probs[:, 0], probs[:, 0]), probs[:, 0])
-
-
-@pytest.mark.parametrize("rule", RULES)
 def test_a_cut_that_leaves_nothing_falls_back_on_the_targets_row(rule):
     draft = torch.tensor([[[0.5, 0.5, 0.0]]]).expand(2, 1, 3)
     target = torch.tensor([[[0.4999, 0.4999, 0.0]]]).expand(2, 2, 3)  # under the draft everywhere, as rounding may do
@@ -274,16 +261,6 @@ def test_the_greedy_shortcut_equals_the_general_rule_on_one_hot_rows(gamma):
     dense = verify(one_hot(target_ids, 3), draft_ids, one_hot(draft_ids, 3), coins, uniforms)
     for got, expected in zip(verify_greedy(target_ids, draft_ids), dense, strict=True):
         assert torch.equal(got, expected)
-
-
-def test_no_draft_is_plain_sampling():
-    generator = torch.Generator().manual_seed(0)
-    probs, uniforms = torch.rand(50, 1, 7, generator=generator).softmax(-1), torch.rand(50, 1, generator=generator)
-    ids, coins = torch.zeros(50, 0, dtype=torch.int64), torch.zeros(50, 0)
-    for rule in (verify, verify_block):
-        outcome = rule(probs, ids, None, coins, uniforms)
-        assert torch.equal(outcome.next_ids_B, sample(probs[:, 0], uniforms[:, 0]))
-        assert outcome.accepted_B.tolist() == [0] * 50
 
 
 def decoded(rule, target, draft, gamma, length, rows, reused):

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -113,16 +112,6 @@ def test_the_positions_of_a_block_equal_rows_of_their_own(rules, rows, seed):
         assert torch.equal(block[:, place], alone), place
 
 
-def test_logits_may_be_a_view_in_any_layout():
-    rules = LogitsRules(1.4, ((3, 2.5),), (), (7,), 4, (1, 2), (NoRepeatNGramLogitsProcessor(2),))
-    logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(0))
-    tokens, lengths = torch.arange(16).view(2, 8) % V, torch.tensor([[1], [3]]) + torch.arange(4)
-    straight = rules(logits, tokens, lengths, torch.tensor([1, 2]))
-    for view in (logits.permute(2, 0, 1).contiguous().permute(1, 2, 0), torch.cat((logits, logits), 1)[:, 4:]):
-        assert not view.is_contiguous()
-        assert torch.equal(rules(view, tokens, lengths, torch.tensor([1, 2])), straight)
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_order_is_that_of_transformers_generate(sampled):
     """Penalties do not commute with biases: the text of `generate` and the probabilities behind it tell the order."""
@@ -220,30 +209,6 @@ def test_a_processor_that_cannot_work_is_named():
 
 
 @pytest.mark.parametrize(
-    ("rules", "active"),
-    [
-        (LogitsRules(), False),
-        (LogitsRules(repetition_penalty=1), False),
-        (LogitsRules(bias=((3, 0.0),)), False),
-        (LogitsRules(min_tokens=3), False),
-        (LogitsRules(eos_ids=(1,)), False),
-        (LogitsRules(repetition_penalty=1.1), True),
-        (LogitsRules(bias=((3, -1.0),)), True),
-        (LogitsRules(min_tokens=3, eos_ids=(1,)), True),
-        (LogitsRules(allowed_ids=(1,)), True),
-        (LogitsRules(banned_ids=(1,)), True),
-        (LogitsRules(extra=(Halved(),)), True),
-    ],
-)
-def test_idle_rules_are_known_to_be_idle(rules, active):
-    assert rules.active is active
-    tokens, lengths = padded([[1, 3], [3]])
-    logits = torch.ones(2, V)
-    changed = not torch.equal(rules(logits, tokens, lengths, torch.tensor([1, 1])), logits)
-    assert changed is active
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be a positive number"),
@@ -284,14 +249,6 @@ def test_ids_are_checked_against_the_vocabulary():
     assert "every allowed token" in refused(lambda: LogitsRules(banned_ids=tuple(range(VOCAB))).check(VOCAB))
     only_ends = LogitsRules(banned_ids=tuple(range(1, VOCAB)), min_tokens=1, eos_ids=(0,))
     assert "min_tokens = 1" in refused(lambda: only_ends.check(VOCAB))
-
-
-def test_lists_and_numpy_numbers_become_plain_values():
-    rules = LogitsRules(bias=[[np.int64(3), 1]], allowed_ids=[3, np.int32(4), 3], eos_ids=iter([2]))
-    assert rules.bias == ((3, 1.0),)
-    assert rules.allowed_ids == (3, 4)
-    assert rules == LogitsRules(bias=((3, 1.0),), allowed_ids=(3, 4), eos_ids=(2,))
-    assert hash(rules) == hash(replace(rules))
 
 
 def test_changed_rules_do_not_inherit_what_was_made_for_the_old_ones():

@@ -1,6 +1,5 @@
 """Logits to probabilities as transformers does it; inverse-transform sampling; position-keyed uniforms."""
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -20,7 +19,6 @@ from speculative.rules.sampling import (
     nucleus,
     nucleus_by_sorting,
     row_uniforms,
-    sample,
     sample_at,
     search,
 )
@@ -54,26 +52,6 @@ def test_probabilities_equal_those_of_transformers_warpers(settings):
     torch.testing.assert_close(probs, expected)
 
 
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
-@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 8.0])
-@pytest.mark.parametrize("vocab", [2, 50, 4096])
-def test_the_nucleus_is_bit_equal_to_the_one_found_by_sorting(vocab, scale, top_p):
-    logits = scale * torch.randn(5, 8, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits[0, 0] = 0.0  # every token ties
-    logits[0, 1] = logits[0, 1].bfloat16().float()  # many do
-    logits[0, 2, 1] = torch.nan
-    logits[0, 3, : vocab // 2] = -torch.inf  # top-k came first
-    logits[0, 4, 1] = torch.inf
-    logits[0, 5, vocab // 2] = 100.0
-    logits[0, 6] = 1e4 * logits[0, 6]
-    together = nucleus(logits, top_p)
-    # Row by row: which of equal scores a sort of many rows puts first is its own affair.
-    for row, kept in zip(logits.view(-1, vocab), together.view(-1, vocab), strict=True):
-        assert torch.equal(kept.nan_to_num(7.5), nucleus_by_sorting(row, top_p).nan_to_num(7.5))
-    doubles = logits[1:].double()
-    assert torch.equal(nucleus(doubles, top_p), nucleus_by_sorting(doubles, top_p))
-
-
 def test_the_nucleus_is_sorted_for_only_where_sums_or_ties_decide(monkeypatch):
     sorted_rows = []
 
@@ -99,34 +77,6 @@ def test_the_nucleus_is_sorted_for_only_where_sums_or_ties_decide(monkeypatch):
     assert needs_gradient.grad is not None
 
 
-def test_greedy_is_one_hot_and_dtype_is_float32_or_float64():
-    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    probs = logits_to_probs(logits, SamplingSettings(0.0))
-    assert torch.equal(probs.argmax(-1), logits.argmax(-1))
-    assert torch.equal(probs.sum(-1), torch.ones(5, dtype=torch.float64))
-    assert logits_to_probs(logits.bfloat16(), SamplingSettings(1.0)).dtype == torch.float32
-
-
-def test_sample_inverts_the_cumulative_distribution():
-    probs = torch.tensor([0.0, 0.125, 0.0, 0.5, 0.375, 0.0])
-    uniforms = (torch.arange(8000, dtype=torch.float64) + 0.5) / 8000
-    counts = torch.bincount(sample(probs.expand(8000, -1), uniforms), minlength=6)
-    assert counts.tolist() == [0, 1000, 0, 4000, 3000, 0]
-    # A row is scaled by its mass, so a residual needs no normalisation.
-    assert torch.equal(sample(0.01 * probs.expand(8000, -1), uniforms), sample(probs.expand(8000, -1), uniforms))
-
-
-def test_sample_never_returns_a_token_of_probability_zero():
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.rand(200, 1000, generator=generator) * (torch.rand(200, 1000, generator=generator) < 0.02)
-    probs[:, 0] = 0.0
-    probs[:, -1] = 0.0
-    probs[:, 500] += 1e-30
-    for uniform in (0.0, 1e-300, 0.5, 1 - 2**-53):
-        ids = sample(probs, torch.full((200,), uniform, dtype=torch.float64))
-        assert bool((probs.gather(1, ids.unsqueeze(1)) > 0).all()), uniform
-
-
 def test_rows_searched_one_by_one_find_what_one_search_finds():
     generator = torch.Generator().manual_seed(0)
     probs = (3 * torch.randn(3, 5, 300, generator=generator)).softmax(-1)
@@ -140,21 +90,6 @@ def test_rows_searched_one_by_one_find_what_one_search_finds():
     assert torch.equal(sample_at(probs.double(), points.float()), search(probs.double().cumsum(-1), points.float()))
     assert sample_at(probs[:0], points[:0]).shape == (0, 5, 4)
     assert int(expected.max()) == 299
-
-
-def test_row_uniforms_depend_on_seed_key_and_position_only():
-    stream = row_uniforms(0, "a", 100)
-    assert stream.shape == (100, 3)
-    assert stream.dtype == torch.float64
-    assert torch.equal(row_uniforms(0, "a", 7), stream[:7])
-    assert not torch.equal(row_uniforms(1, "a", 7), stream[:7])
-    assert not torch.equal(row_uniforms(0, "b", 7), stream[:7])
-    # (1, "1x") and (11, "x") must not run together.
-    assert not torch.equal(row_uniforms(1, "1x", 7), row_uniforms(11, "x", 7))
-    many = torch.cat([row_uniforms(0, str(key), 20) for key in range(200)])
-    assert many.min() >= 0
-    assert many.max() < 1
-    np.testing.assert_allclose(many.mean(0), 0.5, atol=0.02)  # 4 standard errors of 4,000 uniforms
 
 
 def test_row_uniforms_are_pinned():

@@ -14,17 +14,6 @@ from speculative.rules.tree import MAX_NODES, TokenTree, draw_children, top_chil
 from speculative.rules.verify import verify
 
 
-def test_from_branching_counts_every_level():
-    tree = TokenTree.from_branching((3, 2, 1))
-    assert tree.parents == (0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
-    assert (tree.size, tree.depth, tree.max_children) == (15, 3, 3)
-    assert tree.levels == ((0,), (1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
-    assert tree.children[:4] == ((1, 2, 3), (4, 5), (6, 7), (8, 9))
-    assert tree.family_counts == (10, 4, 1)
-    assert TokenTree.from_branching([1] * 4).parents == (0, 1, 2, 3)
-    assert TokenTree.from_branching([1, 3]).inner == (1, 0)
-
-
 @given(tree=token_trees(max_nodes=12))
 def test_every_view_of_the_shape_agrees_with_the_parents(tree):
     def above(node):
@@ -88,17 +77,6 @@ def test_an_exhausted_row_repeats_itself_and_never_leaves_the_vocabulary():
     ids = draw_children(probs, 3, torch.full((2, 3), 0.6, dtype=torch.float64))
     assert ids.tolist() == [[1, 2, 2], [2, 0, 2]]
     assert torch.equal(probs, before), "the caller's rows are left alone"
-
-
-def test_leading_dimensions_and_the_most_likely_tokens():
-    probs = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(0))
-    uniforms = torch.rand(4, 3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ids = draw_children(probs, 2, uniforms)
-    assert ids.shape == (4, 3, 2)
-    assert torch.equal(ids[2, 1], draw_children(probs[2, 1], 2, uniforms[2, 1]))
-    top = top_children(probs, 2)
-    assert torch.equal(top[..., 0], probs.argmax(-1))
-    assert torch.equal(top, probs.argsort(-1, descending=True)[..., :2])
 
 
 def twin(tree, target_probs, ids, draft_probs, coins, uniforms):
@@ -218,14 +196,6 @@ def test_the_greedy_shortcut_equals_the_general_rule_on_one_hot_rows(shape):
     assert dense.accepted_B.max() == tree.depth
 
 
-def test_greedy_takes_the_deepest_of_equal_siblings():
-    tree = TokenTree.from_branching((2, 1))
-    outcome = verify_tree_greedy(tree, torch.tensor([[7, 5, 5, 1, 2]]), torch.tensor([[7, 7, 4, 5]]))
-    assert outcome.path_BD.tolist() == [[2, 4]]
-    assert outcome.next_ids_B.tolist() == [2]
-    assert outcome.accept_probs_BDK.tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
-
-
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_target_probability_of_zero_is_never_accepted(drawn):
     tree = TokenTree.from_branching((3,))
@@ -258,13 +228,3 @@ def test_a_failure_that_leaves_nothing_falls_back_on_the_targets_row():
     outcome = verify_tree(TokenTree((0,)), target, torch.tensor([[0], [0]]), draft, coins, uniforms)
     assert outcome.accepted_B.tolist() == [0, 0]
     assert outcome.next_ids_B.tolist() == [0, 1]
-
-
-def test_equal_rows_are_always_accepted_whatever_the_rounding():
-    tree = TokenTree.from_branching((2, 2))
-    probs = torch.rand(100, 7, 20, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    ids = top_children(-probs[:, [0, 0, 1, 1, 2, 2]], 1).squeeze(-1)
-    coins = torch.full((100, 2, 2), 1 - 2**-53, dtype=torch.float64)
-    outcome = verify_tree(tree, probs, ids, probs, coins, torch.zeros(100, 3))
-    assert outcome.path_BD.tolist() == [[1, 3]] * 100
-    assert torch.equal(outcome.accept_probs_BDK, torch.tensor([1.0, 0.0]).expand(100, 2, 2))
