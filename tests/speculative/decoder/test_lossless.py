@@ -162,9 +162,9 @@ def test_impossible_combinations_are_refused_in_one_line():
     greedy = DecodeSettings(GREEDY, 3, Rule.named("greedy"), tree=TREE)
     for wrong, message in (
         ({"gamma": 2}, "depth 3"),
-        ({"sampling": SAMPLED, "rule": "block"}, "does not support token trees"),
+        ({"sampling": SAMPLED, "rule": Rule.named("block")}, "does not support token trees"),
         ({"rules": LogitsRules(repetition_penalty=2.0)}, "use a chain"),
-        ({"tree": None, "rule": "block"}, "temperature 0"),
+        ({"tree": None, "rule": Rule.named("block")}, "temperature 0"),
     ):
         assert message in refused(dataclasses.replace, greedy, **wrong)
     with pytest.raises(UserError, match=r"must be 1\.\.1"):
