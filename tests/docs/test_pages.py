@@ -42,7 +42,7 @@ def parse(words: list[str]) -> None:
 def test_the_code_of_extend_runs() -> None:
     """In a process of its own, because it registers an objective, a drafter and an engine."""
     code = "\n".join(blocks("docs/extend.md", "python"))
-    assert all(word in code for word in ("@registered", "@way(", "register(", "load_source("))
+    assert all(word in code for word in ("@registered", "Rule.named(", "@way(", "register(", "load_source("))
 
     def start() -> None:
         known_engines.cache_clear()  # a test before this one may have asked

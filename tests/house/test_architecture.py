@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from distill.engines.protocol.engine import known_engines
+from speculative.rules.rule import RULES
+
 ROOT = Path(__file__).resolve().parents[2]
 # Each may import those to its right, and itself.
 PACKAGES = ("distill", "data", "speculative")
@@ -132,6 +135,24 @@ def test_the_reader_sees_every_kind_of_import(source: str, imported: list[str]) 
 )
 def test_the_reader_tells_layers_apart(module: str, imported: str, back: bool) -> None:
     assert points_back(module, imported) is back
+
+
+def names_compared(source: str, names: frozenset[str]) -> list[str]:
+    """Comparisons with a string of `names`: what differs between rules or engines belongs to their own files."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Constant) and part.value in names for part in (node.left, *node.comparators))
+    ]
+
+
+def test_nobody_compares_the_name_of_a_rule_or_an_engine() -> None:
+    engines = {name for engine in known_engines().values() for name in (engine.name, engine.key)}
+    for folder, names in (("speculative/rules", frozenset(RULES)), ("distill/engines", frozenset(engines))):
+        assert names_compared(f"if way == {min(names)!r}: ...", names) != []
+        outside = [path for path in FILES if ROOT / folder not in path.parents]
+        assert {path: found for path in outside if (found := names_compared(source_of(path), names))} == {}
 
 
 def test_the_reader_sees_parameters_and_circles() -> None:
