@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from page_server import page_server
 
 from distill import cli, respond
 from distill.faults import EXTRAS
@@ -18,7 +19,7 @@ name: asked
 output: {folder}
 target: {{path: {target}, endpoint: {{url: "http://127.0.0.1:9/v1"}}}}
 student: {{init: pretrained, path: {target}}}
-signal: {{source: store, kind: topk}}
+signal: {{source: store}}
 judge: {{live: never, prompts: 4}}
 data: {{train: [{{path: {prompts}, prompt_column: prompt}}], template: {{mode: plain}}}}
 """
@@ -86,10 +87,11 @@ def test_an_engine_that_is_asked_without_the_extra(
     words: list[str], module: str, tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hide(monkeypatch, module)
-    words = [word.replace("URL", "http://127.0.0.1:9").replace("RUN", str(tiny_run)) for word in words]
-    monkeypatch.setattr(sys, "argv", ["understudy", *words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
+    with page_server(lambda _: "up 1\n") as url:
+        words = [word.replace("URL", url).replace("RUN", str(tiny_run)) for word in words]
+        monkeypatch.setattr(sys, "argv", ["understudy", *words])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert is_told(line, module, "endpoint")
