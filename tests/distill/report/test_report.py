@@ -240,7 +240,9 @@ def test_the_page_is_written_beside_the_result_or_where_one_asks(result: dict[st
 
 
 def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"result.json: not there: finish the run .*understudy evaluate --out result.json"):
+    with pytest.raises(
+        UserError, match=r"result.json: not there: finish the run .*understudy evaluate --out result.json"
+    ):
         write_page(tmp_path)
 
 
