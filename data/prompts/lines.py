@@ -16,11 +16,28 @@ Rows = Iterable[tuple[int, dict[str, Any]]]
 
 
 SUFFIXES = (".gz", ".bz2", ".zst")  # of compressed files
+# Compressed files and archives that are not read, by their first bytes.
+_NOT_READ = {b"\xfd7zXZ": "xz", b"PK": "zip", b"7z\xbc\xaf": "7z", b"Rar!": "rar", b"\x04\x22\x4d\x18": "lz4"}
+_NAMELESS = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}  # read by their suffix only
 
 
 def bare_name(path: Path) -> str:
     """The name of a file without the suffix of a compression."""
     return path.stem if path.suffix.lower() in SUFFIXES else path.name
+
+
+def refuse_packed(path: Path) -> None:
+    """Raise UserError for an archive, an unknown compression, and a compressed file whose name does not say so."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    kind = next((kind for first, kind in _NOT_READ.items() if head.startswith(first)), "")
+    if kind or ".tar" in path.suffixes:
+        raise UserError(
+            f"{path}: {kind or 'tar'} files are not read; unpack it, or compress it as {', '.join(SUFFIXES)}"
+        )
+    suffix = next((suffix for first, suffix in _NAMELESS.items() if head.startswith(first)), "")
+    if suffix and path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{path}: a compressed file; rename it to {path.name}{suffix}")
 
 
 def _lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:

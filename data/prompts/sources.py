@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from data.hub import hub_id, reach_hub
 from data.prompts.columns import columns_of, near, prompt_row
-from data.prompts.lines import Rows, bare_name, csv_rows, json_rows, one_line, text_rows
+from data.prompts.lines import Rows, bare_name, csv_rows, json_rows, one_line, refuse_packed, text_rows
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
 from speculative.errors import UserError
@@ -174,6 +174,8 @@ def _file_tables(files: list[Path], format: str, split: str) -> Iterator[_Table]
         log.warning("%s: split %r is ignored: a single file or a glob has no splits", files[0], split)
     formats = [(file, format_of(file) if format == "auto" else format) for file in files]
     for file, kind in formats:
+        if kind not in ("parquet", "arrow"):
+            refuse_packed(file)
         if kind is None:
             raise UserError(f"{file}: the suffix gives no format; rename it or set format to {', '.join(FORMATS)}")
     return (table for file, kind in formats for table in _read_file(file, FORMATS[str(kind)]))
