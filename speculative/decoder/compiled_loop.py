@@ -3,6 +3,7 @@
 Shapes: B blocks of a call, R rows of the batch, K of them active, G drafted tokens of a block, G1 = G + 1, V vocabulary.
 """
 
+import ctypes
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from speculative.decoder.responses import BlockOutcome
 from speculative.drafters.drafter import ModelDrafter, Plan, Proposal
 from speculative.drafters.past_responses import ResponseIndex
 from speculative.engine.cached_model import CachedModel
-from speculative.engine.compiled.model import CompiledModel, address_of, bits_of, check
+from speculative.engine.compiled.layouts import Block, Sampling
+from speculative.engine.compiled.model import CompiledModel, address_of, check
+from speculative.rules.sampling import SamplingSettings
 
 NOBODY, MODEL, GIVEN = range(3)  # source of the proposal, as in block.cpp
 # A call that runs ahead ends after so many blocks, and none starts after so long: Python takes about 0.2 ms of it.
@@ -163,48 +166,72 @@ class _Request:
         draft_peaks_BR, peaks_BR = self.peaks_2BR
         (longest, shortest), past = drafting.ngrams or (0, 0), drafting.past
         stored = (None, None, None) if past is None else (past.tokens_N, past.hashes_M, past.starts_M)
-        # The fields of `Block`, in its order.
-        fields = {
-            "rows": 0, "blocks": blocks, "nanoseconds": LAST_START_NANOSECONDS, "batch": rows, "gamma": gamma,
-            "proposer": GIVEN if drafting.proposal is not None else NOBODY if drafting.model is None or gamma == 0 else MODEL,
-            "greedy_target": not self._sampled, "greedy_draft": loop.drafts_greedily, "threads": threads,
-            "columns": tokens_RC.shape[1], "vocabulary": vocab,
-            "positions": uniforms_RLG1U.shape[1], "places": uniforms_RLG1U.shape[2],
-            "longest n-gram": longest, "shortest n-gram": shortest, "steps": drafting.steps,
-            **{f"past {number}": address_of(array) for number, array in enumerate(stored)},
-            "past tokens": 0 if past is None else len(past.tokens_N), "past n-grams": 0 if past is None else len(past.hashes_M),
-            "target": target_model, "draft": draft_model, "target_layers": target_layers, "draft_layers": draft_layers,
-            "seats": address_of(self._seats_R), "tokens": address_of(tokens_RC), "lengths": address_of(lengths_R),
-            "read": address_of(read_R), "prompt_lengths": address_of(prompt_lengths_R), "limits": address_of(limits_R),
-            "ends": address_of(ends_E), "last_end": address_of(ends_E) + ends_E.nbytes,
-            "uniforms": address_of(uniforms_RLG1U) if self._sampled else 0,
-            "given_ids": 0, "given_counts": 0, "given_probs": 0,
-            "accepted": address_of(self._accepted_BR), "drafted": address_of(self._drafted_BRG),
-            "ids": address_of(self._ids_BRG1), "counts": address_of(self._counts_BR), "sources": address_of(self._sources_BR),
-            "log_probs": address_of(self._log_probs_BRG1),
-            "overlap": address_of(self._overlap_BR), "peaks": address_of(peaks_BR), "draft_peaks": address_of(draft_peaks_BR),
-            "seconds": address_of(self._seconds_B3), "lenience": bits_of(loop.settings.rule.lenience),
-        }  # fmt: skip
-        for whose, one in {"target": sampling, "draft": loop.draft_sampling}.items():
-            fields |= {f"{whose} {name}": bits_of(getattr(one, name)) for name in ("temperature", "top_p", "min_p")}
-            fields[f"{whose} top_k"] = min(one.top_k, vocab)
-        self._numbers = np.array(list(fields.values()), dtype=np.int64)
-        self.address = address_of(self._numbers)
-        first = list(fields).index("given_ids")
-        self._given = self._numbers[first : first + 3]
+        given, drafts = drafting.proposal is not None, drafting.model is not None and gamma > 0
+        self._block = Block(
+            blocks=blocks,
+            nanoseconds=LAST_START_NANOSECONDS,
+            batch=rows,
+            gamma=gamma,
+            proposer=GIVEN if given else MODEL if drafts else NOBODY,
+            greedy_target=not self._sampled,
+            greedy_draft=loop.drafts_greedily,
+            threads=threads,
+            columns=tokens_RC.shape[1],
+            vocabulary=vocab,
+            positions=uniforms_RLG1U.shape[1],
+            places=uniforms_RLG1U.shape[2],
+            longest_ngram=longest,
+            shortest_ngram=shortest,
+            steps=drafting.steps,
+            past_tokens=0 if past is None else len(past.tokens_N),
+            past_ngrams=0 if past is None else len(past.hashes_M),
+            target=target_model,
+            draft=draft_model,
+            target_layers=target_layers,
+            draft_layers=draft_layers,
+            last_end=address_of(ends_E) + ends_E.nbytes,
+            lenience=loop.settings.rule.lenience,
+            sampling=_sampling(sampling, vocab),
+            draft_sampling=_sampling(loop.draft_sampling, vocab),
+        )
+        pointers = {
+            **dict(zip(("past", "past_hashes", "past_starts"), stored, strict=True)),
+            "seats": self._seats_R,
+            "tokens": tokens_RC,
+            "lengths": lengths_R,
+            "read": read_R,
+            "prompt_lengths": prompt_lengths_R,
+            "limits": limits_R,
+            "ends": ends_E,
+            "uniforms": uniforms_RLG1U if self._sampled else None,
+            "accepted": self._accepted_BR,
+            "drafted": self._drafted_BRG,
+            "ids": self._ids_BRG1,
+            "counts": self._counts_BR,
+            "sources": self._sources_BR,
+            "log_probs": self._log_probs_BRG1,
+            "overlap": self._overlap_BR,
+            "peaks": peaks_BR,
+            "draft_peaks": draft_peaks_BR,
+            "seconds": self._seconds_B3,
+        }
+        for name, array in pointers.items():
+            setattr(self._block, name, address_of(array))
+        self.address = ctypes.addressof(self._block)
 
     def fill(self, active_R: np.ndarray, proposal: Proposal | None, most: int) -> None:
         """Set the active rows and the proposal of the next block, and the number of blocks of the call."""
         seats_K = active_R.nonzero()[0]
         self._seats_R[: len(seats_K)] = seats_K
-        self._numbers[:2] = len(seats_K), min(most, len(self._accepted_BR))
+        self._block.rows, self._block.blocks = len(seats_K), min(most, len(self._accepted_BR))
         if proposal is None:
             return
         ids_RG, probs_RGV, counts_R = proposal.ids_RG.long().contiguous(), proposal.probs_RGV, proposal.counts_R
         probs_RGV = None if probs_RGV is None else probs_RGV.float().contiguous()
         counts_R = None if counts_R is None else np.ascontiguousarray(counts_R, dtype=np.int64)
         self._proposal = ids_RG, probs_RGV, counts_R  # keeps the arrays alive while their addresses are used
-        self._given[:] = ids_RG.data_ptr(), address_of(counts_R), 0 if probs_RGV is None else probs_RGV.data_ptr()
+        self._block.given_ids, self._block.given_counts = ids_RG.data_ptr(), address_of(counts_R)
+        self._block.given_probs = None if probs_RGV is None else probs_RGV.data_ptr()
 
     def outcomes(
         self, done: int, active_R: np.ndarray, proposal: Proposal | None
@@ -244,6 +271,10 @@ class _Request:
             )
             found.append((outcome, seconds))
         return found
+
+
+def _sampling(settings: SamplingSettings, vocab: int) -> Sampling:
+    return Sampling(settings.temperature, settings.top_p, settings.min_p, min(settings.top_k, vocab))
 
 
 def _compiled(cached: Any) -> CompiledModel | None:

@@ -16,6 +16,8 @@ import time
 import warnings
 from pathlib import Path
 
+from speculative.engine.compiled.layouts import Block
+
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("step", "rules", "block"))
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "product", "rules"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-Wno-psabi")
@@ -32,6 +34,11 @@ def library() -> ctypes.CDLL | None:
     """Return the library. None, after one warning, if it cannot be built or loaded: models then run eagerly."""
     try:
         loaded = ctypes.CDLL(str(_kept_library()))
+        loaded.block_bytes.restype = ctypes.c_int64
+        if loaded.block_bytes() != ctypes.sizeof(Block):
+            raise NoLibrary(
+                f"block.cpp has a Block of {loaded.block_bytes()} bytes, layouts.py of {ctypes.sizeof(Block)}"
+            )
     # RuntimeError: no home folder.
     except (NoLibrary, OSError, RuntimeError, UnicodeError, subprocess.SubprocessError) as error:
         warnings.warn(f"models run without compiled code and take about three times as long: {error}", stacklevel=2)

@@ -1,5 +1,6 @@
 """The library of compiled code on disk: built once, checked before it is loaded, built again when damaged, done without where it cannot be."""
 
+import ctypes
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from speculative.engine.compiled import library as module
+from speculative.engine.compiled.layouts import Block
 from speculative.engine.compiled.library import NoLibrary, library
 
 
@@ -27,7 +29,8 @@ def opened() -> object:
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of nothing, which is built in no time."""
     source = tmp_path / "nothing.cpp"
-    source.write_text('extern "C" { void call_model() {} void run_blocks() {} void forget_all() {} }')
+    functions = f"long block_bytes() {{ return {ctypes.sizeof(Block)}; }} void call_model() {{}} void run_blocks() {{}}"
+    source.write_text(f'extern "C" {{ {functions} void forget_all() {{}} }}')
     monkeypatch.setattr(module, "SOURCES", (source,))
 
 
@@ -103,3 +106,10 @@ def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
     ended = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120)
     assert ended.returncode == 9
     assert list(folder.glob("*.so")) == []
+
+
+def test_a_library_of_another_layout_is_not_called(folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = module.SOURCES
+    source.write_text(source.read_text().replace(str(ctypes.sizeof(Block)), "8"))
+    with pytest.warns(UserWarning, match="block.cpp has a Block of 8 bytes"):
+        assert opened() is None
