@@ -1,6 +1,7 @@
 """Objectives as values over two distributions. Autograd computes the gradients in `rows.py`.
 
-Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V vocabulary, K stored entries. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
+Legend: N tokens (rows), E events (the vocabulary's tokens, or a store's K entries and "any other token"), V
+vocabulary, K stored entries. Losses are one number per token; divergences are in nats. Nothing is averaged here: the trainer divides once.
 """
 
 from collections.abc import Callable, Mapping
@@ -103,7 +104,9 @@ def registered(function: Callable[[Pair, Objective], Tensor]) -> Callable[[Pair,
 
 
 def overlap(target_probs_NE: Tensor, student_probs_NE: Tensor, mass_N: Tensor | float = 1.0) -> Tensor:
-    """sum_e min(target, student), (N,): computed as `mass_N` (the target's total) minus what the student lacks, because the gradient of a minimum is slower."""
+    """sum_e min(target, student), (N,): computed as `mass_N` (the target's total) minus what the student lacks,
+    because the gradient of a minimum is slower.
+    """
     return mass_N - torch.relu(target_probs_NE - student_probs_NE).sum(-1)
 
 

@@ -2,7 +2,8 @@
 
 Legend: R response tokens (rows) of a micro-batch, C tokens of a chunk, D hidden width, V vocabulary.
 
-The head's products run chunk by chunk. Each chunk's gradient is computed at once, by autograd through its rows (`distill/loss/rows.py`). The
+The head's products run chunk by chunk. Each chunk's gradient is computed at once, by autograd through its rows
+(`distill/loss/rows.py`). The
 peak memory is O(C x V). A step costs four products with a head: target forward, student forward, and two for the student's backward;
 three with a stored signal. Inside a chunk, rows are processed in blocks small enough to stay in the cache.
 """
@@ -32,7 +33,8 @@ MEASURED_ROWS, MEASURED_LOGITS = 128, 1 << 23
 class Scored(NamedTuple):
     """The summed loss of R rows, which has the gradient, and the overlap of student and target at each row.
 
-    The overlap at the loss's temperature is within [overlap, overlap + slack]; the slack is 0 except for a top-k signal. Both ignore tokens' weights.
+    The overlap at the loss's temperature is within [overlap, overlap + slack]; the slack is 0 except for a top-k
+    signal. Both ignore tokens' weights.
     """
 
     loss: Tensor

@@ -1,7 +1,8 @@
 """Which offsets of a parallel block are learnt, and the weight of each. Pure functions; randomness is passed in.
 
 Every response position starts a block. Offset j = 1..J of a block is the j-th token after the known text, predicted by a forward that has
-j - 1 mask tokens in place of the tokens between. With l(s, j) the loss of start s at offset j against the target's distribution there, a step
+j - 1 mask tokens in place of the tokens between. With l(s, j) the loss of start s at offset j against the target's
+distribution there, a step
 minimises
 
     1 / response tokens x sum_s sum_j [depth_s >= j] w_j / retain^(j-1) l(s, j)        w_j = P(a block reaches offset j) = survival_(j-1)
@@ -50,7 +51,8 @@ def survival_sums(accepted_BJ: Tensor, depths_B: Tensor) -> Tensor:
 class Survival:
     """Running mean over training steps of P(the first j draft tokens of a block are kept), j = 1..J. Part of a checkpoint.
 
-    It starts at 1, so that an untrained draft learns every offset. Weights change between steps only, from sums over all ranks and micro-batches.
+    It starts at 1, so that an untrained draft learns every offset. Weights change between steps only, from sums over
+    all ranks and micro-batches.
     """
 
     def __init__(self, tokens: int, retain: float = RETAIN) -> None:

@@ -104,7 +104,9 @@ def _wide_dtype(model: PreTrainedModel) -> torch.dtype | None:
 
 
 def ordinary_text(model: PreTrainedModel, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
-    """Random ids (rows, tokens) among which control tokens, first or last in a vocabulary, are rare; behind a BOS token, if there is one."""
+    """Random ids (rows, tokens) among which control tokens, first or last in a vocabulary, are rare; behind a BOS
+    token, if there is one.
+    """
     known, generator = vocab_rows(model), torch.Generator().manual_seed(seed)
     ids = torch.randint(min(known // 8, 1000), max(known // 2, 1), (rows, tokens), generator=generator)
     first = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)

@@ -320,7 +320,9 @@ class CachedModel:
 
 
 def _similar_lengths(lengths_K: np.ndarray, tokens: int, slack: int | None = None) -> Iterator[list[int]]:
-    """Indices in groups with little padding: no text is more than `slack` tokens shorter than its group's longest; None: a quarter and 16."""
+    """Indices in groups with little padding: no text is more than `slack` tokens shorter than its group's longest;
+    None: a quarter and 16.
+    """
     group: list[int] = []
     for index in np.argsort(-lengths_K, kind="stable").tolist():
         longest = int(lengths_K[group[0]]) if group else 0

@@ -150,7 +150,8 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
 def end_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
     """All ids that end a response: those of the generation config, and of the config and the tokenizer if these are added tokens.
 
-    vLLM takes the first and the last, SGLang all. A config that names no token has the number of its class, which can be any token. ``model``:
+    vLLM takes the first and the last, SGLang all. A config that names no token has the number of its class, which
+    can be any token. ``model``:
     anything with a `config` and a `generation_config`.
     """
     config = model.config.get_text_config(decoder=True)

@@ -52,7 +52,8 @@ class Survey:
     subclass (quantised, distributed). listened_to: some or every module has a hook, another forward or a compiled call of its own. state:
     equal as long as weights and buffers keep their addresses, shapes and dtypes, and modules their kinds and adapters. It does not see what
     changes in place, as weights do in training, nor inside a tensor subclass, which has no address. fingerprint: changes with everything
-    that decides logits, numbers that change in place too; not with a change through a tensor's `data`, nor in a small computed table on a device.
+    that decides logits, numbers that change in place too; not with a change through a tensor's `data`, nor in a
+    small computed table on a device.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -54,7 +54,9 @@ class SampledTexts:
 
 @dataclass(frozen=True)
 class Lossless:
-    """Both comparisons of a pair under a rule. sampled: None at temperature 0. control: of the target at `CONTROL` times its temperature."""
+    """Both comparisons of a pair under a rule. sampled: None at temperature 0. control: of the target at `CONTROL`
+    times its temperature.
+    """
 
     rule: str
     gamma: int

@@ -62,8 +62,10 @@ class Rule:
         return self.lenience == 1.0
 
     def accept_log_prob(self, target: Array, draft: Array) -> Array:
-        """Log of min(lenience, draft / target), from the log probabilities of tokens of the target's text under both models: the probability
-        that each is a drafted token that was kept (2211.17192 Corollary 3.6, by maximal coupling); with lenience a weight, which may exceed 1.
+        """Log of min(lenience, draft / target), from the log probabilities of tokens of the target's text under both
+        models: the probability
+        that each is a drafted token that was kept (2211.17192 Corollary 3.6, by maximal coupling); with lenience a
+        weight, which may exceed 1.
         """
         return (draft - target).clip(max=math.log(self.lenience))
 

@@ -2,7 +2,8 @@
 
 Speculative sampling (`verify`) tests each token on its own. Block verification (`verify_block`, arXiv 2403.10444) carries the ratio target
 / draft along the block and cuts it as a whole, so that no rule which is lossless for every pair emits more tokens a block in expectation.
-Every block needs uniforms of its own (see `block_uniforms`): a later block that used a number again would be biased as soon as its width, or
+Every block needs uniforms of its own (see `block_uniforms`): a later block that used a number again would be biased
+as soon as its width, or
 here how much of this block is kept, depends on a discarded token.
 
 Shapes: B rows, G drafted tokens (gamma), G1 = G + 1, V vocabulary.
@@ -30,7 +31,8 @@ class Verified(NamedTuple):
 
 
 def draft_settings_for(rule: Rule, settings: SamplingSettings) -> SamplingSettings:
-    """Settings the draft samples under: the target's, its temperature alone, or those of its argmax. Raises UserError for rule `greedy` with
+    """Settings the draft samples under: the target's, its temperature alone, or those of its argmax. Raises
+    UserError for rule `greedy` with
     a temperature above 0 (the target would sample: that is `greedy-draft`).
     """
     if rule.greedy and not settings.greedy:

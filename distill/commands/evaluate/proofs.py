@@ -48,7 +48,8 @@ def lossless_lines(result: Lossless) -> list[str]:
         settings = ", ".join(f"{name} {value:g}" for name, value in sampled.tested_at.items())
         outside = f", {sampled.impossible} of probability 0" if sampled.impossible else ""
         lines.append(
-            f"sampled text      p = {sampled.p:.2g} ({sampled.prompts} prompts x {sampled.samples}, {sampled.tokens:,} tokens{outside}; {settings})"
+            f"sampled text      p = {sampled.p:.2g} ({sampled.prompts} prompts x {sampled.samples}, "
+            f"{sampled.tokens:,} tokens{outside}; {settings})"
         )
         lines.append(f"a correct decoder fails this check at most about once in {round(1 / LEVEL):,} uses")
     return [*lines, result.sentence]

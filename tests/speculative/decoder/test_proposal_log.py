@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from speculative.decoder.proposal_log import ProposalLog
-from speculative.errors import UserError
 
 Block = tuple[str, int, int, np.ndarray, int, np.ndarray | None, np.ndarray | None, str]
 
@@ -88,24 +87,6 @@ def test_memory_is_bounded_by_row_groups(tmp_path):
     assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [12, 12, 12]
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, UserError])
-def test_an_interrupted_run_leaves_what_was_added(tmp_path, kind):
-    path = tmp_path / "new" / "folder" / "log.parquet"
-    blocks = [block_of("one", number, 3 * number, 3, 1) for number in range(5)]
-
-    def interrupted():
-        with ProposalLog(path, flush_rows=6) as log:
-            for block in blocks:
-                log.add(*block)
-            assert not path.exists(), "nothing has the final name before the end"
-            raise kind("stopped")
-
-    with pytest.raises(kind, match="stopped"):
-        interrupted()
-    assert pq.read_table(path).to_pylist() == [row for block in blocks for row in rows_of(block)]
-    assert [one.name for one in path.parent.iterdir()] == ["log.parquet"]
-
-
 def test_a_killed_process_leaves_the_older_file_or_none(tmp_path):
     program = (
         "import os, sys, numpy as np\n"
@@ -121,19 +102,6 @@ def test_a_killed_process_leaves_the_older_file_or_none(tmp_path):
         assert killed.returncode == 7
     assert not (tmp_path / "none.parquet").exists()
     assert pq.read_table(older).to_pydict()["prompt"] == ["older", "older"]
-
-
-def test_a_place_that_cannot_be_written_is_refused_on_entering(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    for path, message in (
-        (tmp_path / "file" / "log.parquet", "cannot be written"),
-        (tmp_path, "is a folder"),
-        (Path("/proc/log.parquet"), "cannot be written"),
-    ):
-        text = refused(lambda path=path: ProposalLog(path).__enter__())
-        assert message in text
-        assert str(path) in text
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("flush_rows", [10, 10**9])

@@ -208,21 +208,3 @@ def test_overlapping_stop_strings(tokens, stop, text, stopped):
     assert [whole(EMBEDDED, [one]) for one in ids] == tokens.split()
     assert end_of(EMBEDDED, ids, stop)[1:] == (text, stopped)
     check_against_the_twin(EMBEDDED, ids, stop)
-
-
-@pytest.mark.parametrize("tokenizer", [EMBEDDED, piece_tokenizer("llama")])
-def test_a_push_decodes_a_few_tokens_however_long_the_response(tokenizer, monkeypatch):
-    lengths = []
-    decode = type(tokenizer).decode
-
-    def counted(ids, **options):
-        lengths.append(len(ids))
-        return decode(tokenizer, ids, **options)
-
-    monkeypatch.setattr(tokenizer, "decode", counted)
-    stream = TextStream(tokenizer, ("never",))
-    tokens = ids_of("é你😀 = x" * 40) if tokenizer is EMBEDDED else [3, 12, 13, 14, 4, 2, 5] * 60
-    for token in tokens:
-        stream.push(token)
-    assert len(tokens) > 400
-    assert max(lengths) <= 6

@@ -7,7 +7,6 @@ from tiny_models import prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
-from speculative.engine import agreement
 from speculative.engine.agreement import ordinary_text, speed_warning
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.windows import attention_windows
@@ -127,16 +126,3 @@ def test_a_model_that_itself_rounds_much_is_no_fault_of_ours():
         own, right = model(input_ids=ids).logits.float(), exact(input_ids=ids).logits
     assert (own - right).abs().max() > 0.3 * right.abs().max()
     assert CachedModel(model, "target", 1, 8, "compile").how == "compiled code"
-
-
-def test_what_only_rounded_numbers_say_is_a_warning(monkeypatch):
-    """A mixture of experts may choose others where two are nearly equal."""
-
-    def failing(*_):
-        raise TypeError("weights of another class")
-
-    model = tiny_model(dtype=torch.bfloat16)
-    monkeypatch.setattr(agreement._Wide, "__torch_function__", failing)
-    monkeypatch.setattr(agreement, "ROUGH", -1.0)
-    with pytest.warns(UserWarning, match="eager calls may give other logits than the model itself"):
-        CachedModel(model, "target", 1, 8)

@@ -130,30 +130,6 @@ def test_prefill_in_small_chunks_gives_the_same_cache():
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("runner", "lengths", "budget", "groups"),
-    [
-        ("eager", [90, 3, 84, 9, 2, 42], 4096, [[0, 2], [5], [1, 3, 4]]),
-        ("eager", [60, 60, 60], 120, [[0, 1], [2]]),  # a budget of tokens
-        ("eager", [90, 70, 81], 4096, [[0, 1, 2]]),
-        ("compile", [90, 70, 81], 4096, [[0, 2], [1]]),
-        ("eager", [], 10, []),
-    ],
-)
-def test_prompts_of_similar_length_are_prefilled_together(runner, lengths, budget, groups, monkeypatch):
-    calls = []
-
-    def feed(self, ids, starts, logits_kept, rows=None, **options):
-        calls.append((list(range(len(lengths))) if rows is None else rows, tuple(ids.shape)))
-
-    monkeypatch.setattr(CachedModel, "feed", feed)
-    cached = CachedModel(MODELS["llama"], "target", max(1, len(lengths)), CAPACITY, runner)
-    cached.prefill_tokens = budget
-    tokens = np.ones((len(lengths), CAPACITY), dtype=np.int64)
-    cached.prefill(tokens, range(len(lengths)), np.array(lengths, dtype=np.int64))
-    assert calls == [(group, (len(group), max(lengths[row] for row in group))) for group in groups]
-
-
 def test_out_of_memory_at_prefill_is_answered_by_smaller_calls_and_then_by_one_line(monkeypatch):
     model, tokens = MODELS["llama"], np.ones((2, 90), dtype=np.int64)
     sizes = []

@@ -183,19 +183,6 @@ def test_a_call_that_somebody_listens_to_or_has_replaced_is_made() -> None:
     assert not is_plain(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])))
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"hidden_act": "gelu"},
-        {"dtype": torch.float64},
-        {"num_key_value_heads": 1, "num_attention_heads": 1, "head_dim": 2},
-    ],
-    ids=["gelu", "float64", "keys of 2 numbers"],
-)
-def test_what_is_not_computed_runs_as_it_is(odd: dict) -> None:
-    assert CachedModel(tiny_model(**odd), "model", 1, 8, "compile").compiled is None
-
-
 @pytest.mark.parametrize("itself", [False, True])
 def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a release of transformers might that puts something between the layers and the head; also as its own draft."""
@@ -215,17 +202,6 @@ def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch:
     ) as warned:
         assert [said(*changed), said(*changed)] == [own, own]
     assert len(warned) == (1 if itself else 2)
-
-
-def test_weights_may_move_and_change_between_decode_calls() -> None:
-    target, prompts, settings = tiny_model(seed=5), prompts_of([6]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), 12)
-    decode(target, None, prompts, settings)
-    target.load_state_dict(
-        {name: weight.clone() for name, weight in tiny_model(seed=6).state_dict().items()}, assign=True
-    )
-    assert texts(decode(target, None, prompts, settings)[0]) == texts(
-        decode(tiny_model(seed=6), None, prompts, settings)[0]
-    )
 
 
 def feed_behind_a_guard() -> None:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from speculative.engine.footprint import Footprint, cache_bytes_per_request, capacity, footprint
+from speculative.engine.footprint import Footprint, cache_bytes_per_request, capacity
 from speculative.engine.memory import cache_bytes
-from speculative.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "falcon", "gpt_neox", "gemma2"])
@@ -27,17 +26,6 @@ def test_a_latent_cache_counts_as_engines_keep_it() -> None:
     model = tiny_model()
     model.config.kv_lora_rank, model.config.qk_rope_head_dim = 6, 2
     assert cache_bytes_per_request(model, torch.float16, 5) == 2 * 5 * (6 + 2) * 2
-
-
-def test_a_layer_that_keeps_no_keys_is_refused() -> None:
-    with pytest.raises(UserError, match="has no key/value cache"):
-        cache_bytes_per_request(tiny_model("mamba"), torch.float32, 8)
-
-
-def test_weights_count_in_the_served_dtype_and_tied_ones_once() -> None:
-    model = tiny_model(tie_word_embeddings=True)
-    numbers = sum(weight.numel() for weight in model.parameters())
-    assert footprint(model, torch.bfloat16, 4).weights == 2 * numbers
 
 
 def test_capacity_by_hand() -> None:

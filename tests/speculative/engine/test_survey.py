@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny_models import perturbed, prompts_of, tiny_model
 from torch import nn
 
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import survey as module_of_survey
-from speculative.engine.survey import Survey, facts_of, survey, survey_again, surveyed
+from speculative.engine.survey import Survey, facts_of
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -64,29 +63,6 @@ def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module]
     change(model)
     assert Survey(model).state != before
     assert facts_of(model) == {}
-
-
-def test_adapters_that_are_switched_change_the_state() -> None:
-    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
-    before = Survey(model).state
-    with model.disable_adapter():
-        assert Survey(model).state != before
-    assert Survey(model).state == before
-    model.merge_adapter()
-    assert Survey(model).state != before
-
-
-def test_a_survey_is_kept_only_while_nothing_changes() -> None:
-    model = tiny_model()
-    assert survey(model) is not survey(model)
-    with surveyed():
-        first = survey(model)
-        assert survey(model) is first
-        with surveyed():
-            assert survey(model) is first
-        survey_again()
-        assert survey(model) is not first
-    assert survey(model) is not first
 
 
 def test_it_sees_tensor_subclasses_and_who_listens() -> None:
