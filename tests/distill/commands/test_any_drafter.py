@@ -209,10 +209,10 @@ def test_a_served_drafter_beside_ours(
         with pytest.raises(UserError, match="--fail-below"):
             compare(replace(asked, fail_below=["tau=1"]), console)
         with pytest.raises(UserError, match="lookup is not replayed"):
-            compare(replace(asked, drafts=[one, f"lookup+{run}"]), console)
+            compare(replace(asked, drafts=[one, f"lookup+draft:{run}"]), console)
         monkeypatch.setattr(FrozenText, "draft", lambda _, path: loaded.append(path) or draft)
         with pytest.raises(UserError, match="no mask token"):
-            compare(replace(asked, drafts=[f"parallel+{run}", one]), console)
+            compare(replace(asked, drafts=[f"parallel:{run}", one]), console)
         assert loaded[-1] == str(run)
         with pytest.raises(UserError, match="--on RUN"):
             compare(CompareOptions([one, two]), console)
