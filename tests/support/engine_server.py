@@ -69,7 +69,9 @@ class Engine:
                 prompts = [list(prompt) for prompt in self.prompts] or [request["prompt"]]
                 rule = Rule.usual(sampling.temperature).name
                 plain = DecodeSettings(sampling, 0, Rule.named(rule), 1, eos, seed=17)
-                keyed = [(str(index), prompt) for index, prompt in enumerate(prompts)]
+                # Each prompt has coins of its own: with the same ones for all, their texts would not be independent.
+                keys = [str(index) if self.prompts else str(prompt) for index, prompt in enumerate(prompts)]
+                keyed = list(zip(keys, prompts, strict=True))
                 heads = [found.response_ids for found in decode(self.target, None, keyed, plain)[0]]
                 known.update({tuple(prompt): (head, [], []) for prompt, head in zip(prompts, heads, strict=True)})
                 longer = [number for number, head in enumerate(heads) if most > 1 and head[-1] not in eos]
@@ -77,7 +79,7 @@ class Engine:
                 settings = replace(
                     plain, gamma=gamma, rule=Rule.named("greedy" if sampling.greedy else self.rule if gamma else rule)
                 )
-                keyed = [(f"{number} on", [*prompts[number], *heads[number]]) for number in longer]
+                keyed = [(f"{keys[number]} on", [*prompts[number], *heads[number]]) for number in longer]
                 drafter = Draft(self.draft, self.drafting).drafter() if gamma else None
                 rests = decode(self.target, drafter, keyed, replace(settings, max_tokens=max(1, most - 1)))[0]
                 for number, rest in zip(longer, rests, strict=True):
