@@ -284,7 +284,7 @@ def full_batch_seconds(
     for _ in range(turns):
         prompts = places_in(texts, load, longest, rng)
         proposer = drafter()
-        # Of a cascade the model is the last source.
+        # With lookup before a draft the model is the last source.
         models = len(proposer.source_names) - (proposer.model is not None)
         with contextlib.ExitStack() as ending:
             streams = [

@@ -283,7 +283,7 @@ def agreement_of(
     gamma: int,
     sure: Sequence[np.ndarray] | None = None,
 ) -> ReplayCheck:
-    """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of a cascade. See `agreement`."""
+    """Replay of a live run's text against the blocks it counted; sure: `TextCosts.sure_T` of lookup before the draft. See `agreement`."""
     predicted_N, variance_N = predicted_blocks(scores, rule, gamma, sure)
     return agreement(predicted_N, variance_N, counted_blocks_N)
 
