@@ -1,4 +1,5 @@
-"""A distillation step at real sizes: tokens/s, share of the matrix-product rate, peak memory. Compares ours with full logits, TRL's GKDTrainer and Liger's fused loss.
+"""A distillation step at real sizes: tokens/s, share of the matrix-product rate, peak memory. Compares ours with full
+logits, TRL's GKDTrainer and Liger's fused loss.
 
 0.5 B learns from 8 B, vocabulary 151,936, 4 x 2,048 tokens of which 512 are prompt, Jensen-Shannon divergence, which all have. The
 target is bfloat16, the draft float32 under bfloat16 autocast, fused AdamW, no gradient checkpointing, for all. Random weights.

@@ -105,11 +105,11 @@ class GraphHead(Head):
 
     def take(self, chosen: slice, gradient_CV: Tensor) -> None:
         inputs = ([] if self.hidden_gradient_RD is None else [self.hidden_CD]) + self.parameters
-        found = list(torch.autograd.grad(self.graph_CV, inputs, gradient_CV, allow_unused=True))
+        gradients = list(torch.autograd.grad(self.graph_CV, inputs, gradient_CV, allow_unused=True))
         del self.graph_CV
-        if self.hidden_gradient_RD is not None and (hidden_CD := found.pop(0)) is not None:
+        if self.hidden_gradient_RD is not None and (hidden_CD := gradients.pop(0)) is not None:
             self.hidden_gradient_RD[chosen] = hidden_CD
-        for index, gradient in enumerate(found):
+        for index, gradient in enumerate(gradients):
             earlier = self.collected[index]
             self.collected[index] = gradient if earlier is None or gradient is None else earlier.add_(gradient)
 

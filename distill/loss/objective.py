@@ -89,11 +89,11 @@ def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Te
 @torch.no_grad()
 def kept_probs(objective: Objective, student: Student, signal: Signal | None, labels_R: Tensor) -> Tensor:
     """Probability that the server keeps the target's own token if it is drafted at its row: `definitions.kept`. (R,)"""
-    found = [torch.zeros(0, device=labels_R.device)]
+    parts = [torch.zeros(0, device=labels_R.device)]
     for chosen in slices(len(labels_R), max(1, MEASURED_LOGITS // student.head.vocabulary)):
         both = _both_logits(objective, student.rows(chosen), part_of(signal, chosen))
-        found.append(losses.kept(*both, labels_R[chosen], objective.serving, objective.rule).float())
-    return torch.cat(found)
+        parts.append(losses.kept(*both, labels_R[chosen], objective.serving, objective.rule).float())
+    return torch.cat(parts)
 
 
 def _both_logits(objective: Objective, student: Student, signal: Signal | None) -> tuple[Tensor | None, Tensor]:

@@ -130,20 +130,20 @@ def judged_rows(evidence: Evidence) -> list[Measured]:
     return rows
 
 
-def _row(evidence: Evidence, way: str, own: OnText, text: str, live: bool) -> Measured:
+def _row(evidence: Evidence, way: str, score: OnText, text: str, live: bool) -> Measured:
     gamma = evidence.setup.gamma
     return Measured(
         way,
         evidence.setup.rule.name,
         text=text,
-        prompts=own.prompts,
-        tokens=own.tokens,
+        prompts=score.prompts,
+        tokens=score.tokens,
         gamma=gamma,
-        alpha=own.alpha,
-        alpha_ci=own.alpha_ci,
-        tau=own.tau if own.tau is not None else own.replay.get(gamma),
-        tau_ci=own.tau_ci,
-        accepted_per_drafted=own.accepted_per_drafted,
+        alpha=score.alpha,
+        alpha_ci=score.alpha_ci,
+        tau=score.tau if score.tau is not None else score.replay.get(gamma),
+        tau_ci=score.tau_ci,
+        accepted_per_drafted=score.accepted_per_drafted,
         how={"alpha": "replay", "tau": "live" if live else "replay"},
     )
 

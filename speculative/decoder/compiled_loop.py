@@ -250,7 +250,7 @@ class _Request:
         copies, seconds_B3 = [whole[:done].copy() for whole in outputs], self._seconds_B3[:done].tolist()
         own_B = self._seconds_B3[:done].sum(1)
         ended_B = (time.perf_counter() - (own_B.sum() - own_B.cumsum())).tolist()
-        found = []
+        results = []
         for accepted_R, counts_R, sources_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds, ended in zip(
             *copies, seconds_B3, ended_B, strict=True
         ):
@@ -269,8 +269,8 @@ class _Request:
                 None,
                 ended,
             )
-            found.append((outcome, seconds))
-        return found
+            results.append((outcome, seconds))
+        return results
 
 
 def _sampling(settings: SamplingSettings, vocab: int) -> Sampling:

@@ -77,19 +77,19 @@ class DeviceLoop(BlockLoop):
     ):
         """See `BlockLoop`. `exact_stages`: a block is two launches, drafting and the rest, with a wait after each."""
         super().__init__(target, drafter, rows, longest, settings, **options)
-        own = self.target
-        assert isinstance(own, CachedModel)
-        self._own, drafts = own, drafter.cached if isinstance(drafter, ModelDrafter) else None
+        cached = self.target
+        assert isinstance(cached, CachedModel)
+        self._own, drafts = cached, drafter.cached if isinstance(drafter, ModelDrafter) else None
         sampled = not settings.sampling.greedy
         uniforms = 3 * (settings.gamma + 1) if sampled else 0
         # One model may be used by several drafters.
         kind = (type(drafter), settings.gamma, settings.rule, settings.sampling, self._keep_probs)
-        known = own.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
-        if kind not in known:
-            runner_of_blocks = own.memory.another_runner()
+        recorded = cached.memory.blocks_with(drafts.memory if isinstance(drafts, CachedModel) else None)
+        if kind not in recorded:
+            runner_of_blocks = cached.memory.another_runner()
             assert isinstance(runner_of_blocks, GraphRunner)
-            known[kind] = _Recorded(runner_of_blocks, rows, own.cache.place.capacity, uniforms, own.device)
-        self._blocks: _Recorded = known[kind]
+            recorded[kind] = _Recorded(runner_of_blocks, rows, cached.cache.place.capacity, uniforms, cached.device)
+        self._blocks: _Recorded = recorded[kind]
         self._text = self._blocks.text
         for lengths_R in (self._text.lengths_R, self._text.prompt_lengths_R, self._text.limits_R):
             lengths_R.fill_(1)

@@ -139,9 +139,9 @@ def disagreement(model: PreTrainedModel, check: Check) -> str | None:
     """How far the logits of the check's calls are from the model's own, in words; None if only rounding is between them. Remembered until
     the model changes.
     """
-    known, key = _faults.setdefault(model, {}), (check.what, survey(model).fingerprint)
-    if key in known:
-        return known[key]
+    faults, key = _faults.setdefault(model, {}), (check.what, survey(model).fingerprint)
+    if key in faults:
+        return faults[key]
     parts = check.parts or _ragged_parts(model)
     tokens, fault = max(at + count for starts, count in parts for at in starts), None
     if tokens > (max_positions(model.config) or tokens):
@@ -153,7 +153,7 @@ def disagreement(model: PreTrainedModel, check: Check) -> str | None:
             break
     if fault == "":
         return None  # no finite number to compare yet
-    known[check.what, survey(model).fingerprint] = fault  # fused kernels have moved weights
+    faults[check.what, survey(model).fingerprint] = fault  # fused kernels have moved weights
     if fault is not None and check.rounds:
         refuse(model, check.what, f"gives other logits than the model itself ({fault})")
     return fault
@@ -189,19 +189,19 @@ def _difference(
     feed, dtype, allowed = check.open_calls(ids_2T.shape[1]), wide or _wide_dtype(model), check.allowed
     coarse = False
 
-    def own() -> torch.Tensor:
+    def reference() -> torch.Tensor:
         logits_2TV = check.own(ids_2T) if check.own else model(input_ids=ids_2T, use_cache=False).logits
         return torch.cat([_part(logits_2TV.float(), *part).flatten(0, 1) for part in check.parts])
 
     try:
         whole = torch.autocast(model.device.type, enabled=False) if dtype else nullcontext()
         with whole, _Wide(dtype) if dtype else nullcontext():
-            own_NV = own()
+            own_NV = reference()
             fed_NV = None if check.rounds and dtype else _fed(feed, ids_2T, check.parts)
     except Exception:  # weights of another class, which a wider dtype does not reach
         if dtype is None:
             raise
-        own_NV, fed_NV = own(), _fed(check.open_calls(ids_2T.shape[1]), ids_2T, check.parts)
+        own_NV, fed_NV = reference(), _fed(check.open_calls(ids_2T.shape[1]), ids_2T, check.parts)
         coarse, allowed = True, allowed if wide else ROUGH
     finite_NV = own_NV.isfinite()
 
@@ -213,7 +213,7 @@ def _difference(
         return ""
     limit = allowed * size(own_NV)
     if fed_NV is None:
-        fed_NV, limit = _fed(feed, ids_2T, check.parts), max(limit, ROUNDED * size(own() - own_NV))
+        fed_NV, limit = _fed(feed, ids_2T, check.parts), max(limit, ROUNDED * size(reference() - own_NV))
     distance = size(fed_NV - own_NV)
     if distance > limit and check.rounds and dtype is None:
         return _difference(model, check, ids_2T, torch.float64)  # float32 rounds much in some models

@@ -143,8 +143,8 @@ _known_entries: weakref.WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, Cac
 
 def cache_entry(model: PreTrainedModel) -> CacheEntry:
     """Measured by one call on one token, so it holds for every architecture, also if layers share keys."""
-    known = _known_entries.setdefault(model, {})  # By dtype: a model may be cast in place.
-    if model.dtype not in known:
+    entries = _known_entries.setdefault(model, {})  # By dtype: a model may be cast in place.
+    if model.dtype not in entries:
         cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows=1, capacity=1)
         zero = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         cache.begin(zero, prefix=1, shared_start=0)
@@ -153,8 +153,8 @@ def cache_entry(model: PreTrainedModel) -> CacheEntry:
         dtype = next((states.dtype for states in cache.buffers), None)
         if dtype is None:
             raise UserError(f"{type(model).__name__} wrote nothing to its key/value cache: use a model with one")
-        known[model.dtype] = CacheEntry(tuple(sum(map(torch.numel, own)) for own in cache.by_layer), dtype)
-    return known[model.dtype]
+        entries[model.dtype] = CacheEntry(tuple(sum(map(torch.numel, own)) for own in cache.by_layer), dtype)
+    return entries[model.dtype]
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> int:

@@ -137,11 +137,11 @@ def config_text(config: Any) -> str:
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """`model.modules()` without its bookkeeping."""
-    found = [model]
-    for module in found:
+    modules = [model]
+    for module in modules:
         if module._modules:  # most have none
-            found += [child for child in module._modules.values() if child is not None]
-    return found
+            modules += [child for child in module._modules.values() if child is not None]
+    return modules
 
 
 _open: ContextVar[dict[nn.Module, Survey] | None] = ContextVar("surveys of models that do not change now", default=None)
@@ -163,12 +163,12 @@ def surveyed() -> Iterator[None]:
 
 def survey(model: nn.Module) -> Survey:
     """The model's survey: of this moment, or inside `surveyed` the one of the first question, each part as it was when first asked for."""
-    known = _open.get()
-    if known is None:
+    surveys = _open.get()
+    if surveys is None:
         return Survey(model)
-    if model not in known:
-        known[model] = Survey(model)
-    return known[model]
+    if model not in surveys:
+        surveys[model] = Survey(model)
+    return surveys[model]
 
 
 def survey_again() -> None:

@@ -110,9 +110,9 @@ def greedy_equality(
     """Each prompt decoded greedily with the draft and without, at the gamma and lengths of these settings."""
     greedy = settings.at_temperature_0(settings.gamma)
     plain, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
-    own, _ = decode(target, drafter, prompts, greedy, batch_size=batch_size)
+    drafted, _ = decode(target, drafter, prompts, greedy, batch_size=batch_size)
     near_ties, differences = [], []
-    for one, other in zip(plain, own, strict=True):
+    for one, other in zip(plain, drafted, strict=True):
         if one.response_ids == other.response_ids:
             continue
         try:
@@ -120,7 +120,7 @@ def greedy_equality(
         except SelfCheckError as error:
             differences.append(str(error))
     equal = len(prompts) - len(near_ties) - len(differences)
-    return GreedyTexts(len(prompts), sum(len(text.response_ids) for text in own), equal, near_ties, differences)
+    return GreedyTexts(len(prompts), sum(len(text.response_ids) for text in drafted), equal, near_ties, differences)
 
 
 def sampled_texts(

@@ -2,7 +2,8 @@
 
 Requests differ in length and difficulty, so the request is the unit. Both rates are linearised: request n adds
 (accepted_n - rate x drafted_n) / sum(drafted) to the error of its rate. Later requests may have labels, each compared with
-the judged ones of its own; the rates are then weighted by what was drafted later, so that a different mix of labels does not count as a change.
+the judged ones of its own; the rates are then weighted by what was drafted later, so that a different mix of labels
+does not count as a change.
 
 Shapes: N later requests, P judged ones, S labels; the first axis of two is (accepted, drafted).
 """

@@ -2,7 +2,8 @@
 
 A drafter without a model proposes from the text alone, with probability 1. So a proposed token is kept exactly where the target's
 text has it (min(1, target / draft) couples it to the emitted token), at every temperature and under every rule, and the blocks are
-certain given the text. Between them the target decodes alone or, with lookup before a draft, the draft's blocks follow the law in `replay`. The
+certain given the text. Between them the target decodes alone or, with lookup before a draft, the draft's blocks follow
+the law in `replay`. The
 last block counts in full, as in live decoding.
 
 Shapes: N texts, T tokens of one text, K gammas, G drafted tokens, C candidates.

@@ -109,7 +109,8 @@ def effects_of_calls(
     *,
     looks: int = 1,
 ) -> CallEffects:
-    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, alone or before a draft): gains in tau and speed-up. ours,
+    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, alone or before a draft): gains
+    in tau and speed-up. ours,
     baseline: per response the target calls (N,) and the target steps including drafting (N,), None if nothing was timed.
     """
     timed = ours[1] is not None and baseline[1] is not None

@@ -46,12 +46,12 @@ class ServedBlocks:
 
     def inside(self) -> list[tuple[int, int, int]]:
         """(start, drafted, accepted) of each block, without tokens after the end; a start counts tokens after the prefill's."""
-        start, found = 0, []
+        start, blocks = 0, []
         for accepted, drafted in zip(self.accepted_B, self.drafted_B, strict=True):
             left = max(0, self.tokens - start)
-            found.append((start, min(drafted, left), min(accepted, left)))
+            blocks.append((start, min(drafted, left), min(accepted, left)))
             start += accepted + 1
-        return found
+        return blocks
 
     def sums(self, gamma: int) -> tuple[np.ndarray, np.ndarray]:
         """(blocks that drafted, blocks that accepted, at least the first j tokens), each (J,), without tokens after the end."""
@@ -121,12 +121,12 @@ def served_agreement(
 
     z is a number also without randomness: scaled so that `WORRYING_Z` is the tolerated share of blocks.
     """
-    found = agreement_of(scores, rule, blocks_N, gamma)
-    predicted, z = found.predicted_blocks, found.z
+    agreement = agreement_of(scores, rule, blocks_N, gamma)
+    predicted, z = agreement.predicted_blocks, agreement.z
     if z is None:
         unit = GREEDY_BLOCK_TOLERANCE * predicted / WORRYING_Z
-        z = (found.live_blocks - predicted) / max(unit, 1e-9)
-    return predicted, z, found.agrees
+        z = (agreement.live_blocks - predicted) / max(unit, 1e-9)
+    return predicted, z, agreement.agrees
 
 
 def foreign_tokens(
@@ -140,9 +140,9 @@ def foreign_tokens(
     for one, score in zip(served, scores, strict=True):
         probs_T = score.accept_probs(rule)
         probs_TJ = None if score.by_start is None else score.by_start.accept_probs(rule)
-        for start, drafted, kept in one.inside():
+        for start, drafted, accepted_count in one.inside():
             probs_J = probs_T[start:] if probs_TJ is None else probs_TJ[start]
-            accepted += kept
-            never += int((probs_J[:kept] == 0).sum())
-            tested += [(float(probs_J[j]), j < kept) for j in range(min(kept + 1, drafted))]
+            accepted += accepted_count
+            never += int((probs_J[:accepted_count] == 0).sum())
+            tested += [(float(probs_J[j]), j < accepted_count) for j in range(min(accepted_count + 1, drafted))]
     return accepted, never, tested

@@ -107,17 +107,17 @@ class EngineCosts(Record):
         read = float(np.interp(gamma, sorted(first), [first[known] for known in sorted(first)]))
         return read / max(1.0, tokens - 1.0) + steps * one.target_seconds
 
-    def row(self, one: StepCosts, gamma: int, tau: float, rule: str, tokens: float = math.inf) -> Measured:
+    def row(self, costs: StepCosts, gamma: int, tau: float, rule: str, tokens: float = math.inf) -> Measured:
         """The draft at a load and gamma (0: plain decoding); the interval is that of the block's time, at measured gammas."""
-        _, low, high = self.ratios[one.batch_size].get(f"block {gamma}", (1.0, 0.0, 0.0))
-        speed_up, *ends = (self.speed_up(one, gamma, tau, tokens, price) for price in (None, high, low))
+        _, low, high = self.ratios[costs.batch_size].get(f"block {gamma}", (1.0, 0.0, 0.0))
+        speed_up, *ends = (self.speed_up(costs, gamma, tau, tokens, price) for price in (None, high, low))
         share = 1.0 if math.isinf(tokens) else tokens / max(1.0, tokens - 1.0)
-        rate = one.batch_size * share / self._response_seconds(one, 0, 1.0, tokens)
+        rate = costs.batch_size * share / self._response_seconds(costs, 0, 1.0, tokens)
         how = dict[str, How](tau="replay", speed_up="predicted (engine)", tokens_per_second="predicted (engine)")
         return Measured(
             DRAFT,
             rule,
-            one.batch_size,
+            costs.batch_size,
             gamma=gamma,
             tau=tau,
             tokens_per_second=rate * speed_up,

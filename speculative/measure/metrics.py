@@ -67,7 +67,9 @@ def rule_curve(
 
 
 def calls_curve(tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequence[Hashable]) -> CallsCurve:
-    """The curve of drafters without acceptance per token (prompt lookup, alone or before a draft). Raises UserError if there is no token."""
+    """The curve of drafters without acceptance per token (prompt lookup, alone or before a draft). Raises UserError if
+    there is no token.
+    """
     return _curve(tokens_N, calls_NK, prompt_keys, np.zeros(len(tokens_N)))[0]
 
 

@@ -169,13 +169,13 @@ def self_checks(
     greedy = DecodeSettings(GREEDY, gamma, Rule.usual(0), settings.max_tokens, settings.eos_ids, settings.seed)
 
     def decoded(rows: int) -> tuple[list[Response], ...]:
-        asked = (
+        decodings = (
             (None, replace(as_itself, gamma=0)),
             (ModelDrafter(target), as_itself),
             (None, replace(greedy, gamma=0)),
             (SpoiledDrafter(target), greedy),
         )
-        return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in asked)
+        return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in decodings)
 
     (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))
     measured = measure_noise(target, plain, settings.sampling, rows)

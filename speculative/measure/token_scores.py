@@ -99,15 +99,15 @@ def score_tokens(
     more tokens per response token. Raises UserError when the draft returns NaN or infinite logits, or if offsets are requested for a draft
     that is not parallel.
     """
-    own = SamplingSettings() if settings.greedy else settings
-    width = 3 if own.truncates else 2
+    sampling = SamplingSettings() if settings.greedy else settings
+    width = 3 if sampling.truncates else 2
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
-        probs_RV = logits_to_probs(logits_RV, own)
+        probs_RV = logits_to_probs(logits_RV, sampling)
         log_probs_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
         parts = [log_probs_R, logits_RV.float().argmax(-1).double()]
-        if own.truncates:
-            warm_RV = logits_RV.float() / own.temperature
+        if sampling.truncates:
+            warm_RV = logits_RV.float() / sampling.temperature
             parts.append((warm_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1) - warm_RV.logsumexp(-1)).double())
         return torch.stack(parts, 1)
 
@@ -123,18 +123,18 @@ def score_tokens(
         return scores
     tables = _values_by_start(draft, texts, columns, offsets, width)
     return [
-        replace(own, by_start=_in_tables(text, own, table_TJK))
-        for text, own, table_TJK in zip(texts, scores, tables, strict=True)
+        replace(sampling, by_start=_in_tables(text, sampling, table_TJK))
+        for text, sampling, table_TJK in zip(texts, scores, tables, strict=True)
     ]
 
 
-def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> TokenScores:
+def _in_tables(text: StoredText, scores: TokenScores, values_TJK: np.ndarray) -> TokenScores:
     """`TokenScores.by_start` from the columns (T, J, K) of every (start, offset): log draft probability, choice, and the whole draft's log
     probability where K is 3.
     """
-    tokens, offsets = len(own), values_TJK.shape[1]
+    tokens, offsets = len(scores), values_TJK.shape[1]
     # The first offset is that of the text itself.
-    firsts = own.log_draft_probs, own.choice_ids, own.log_whole_probs
+    firsts = scores.log_draft_probs, scores.choice_ids, scores.log_whole_probs
     values_TJK[:, 0] = np.stack([one for one in firsts if one is not None], 1)
     places_TJ = np.arange(tokens)[:, None] + np.arange(offsets)
     inside_TJ = places_TJ < tokens
@@ -143,10 +143,10 @@ def _in_tables(text: StoredText, own: TokenScores, values_TJK: np.ndarray) -> To
     choices_TJ = values_TJK[..., 1].astype(np.int64)
     return TokenScores(
         np.where(inside_TJ, values_TJK[..., 0], 0.0),
-        np.where(inside_TJ, own.log_target_probs[places_TJ], 0.0),
+        np.where(inside_TJ, scores.log_target_probs[places_TJ], 0.0),
         (choices_TJ == ids_T[places_TJ]) | ~inside_TJ,
         choices_TJ,
-        log_whole_probs=np.where(inside_TJ, values_TJK[..., 2], 0.0) if own.log_whole_probs is not None else None,
+        log_whole_probs=np.where(inside_TJ, values_TJK[..., 2], 0.0) if scores.log_whole_probs is not None else None,
     )
 
 
@@ -168,7 +168,7 @@ def values_by_text(
     """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64. Raises UserError, with `who`
     as the name of the model, if it returns NaN or infinite logits.
     """
-    found: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
+    values: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
     for batch in score_batches(texts, model):
         # Not around `values_of`, whose own code might want gradients.
         with evaluating(model):
@@ -176,8 +176,8 @@ def values_by_text(
         flat_RK = _finite_values(values_of, logits_RV, ids_R, who)
         ends = np.cumsum([len(texts[index].response_ids) for index in batch])
         for index, values_TK in zip(batch, np.split(flat_RK, ends[:-1]), strict=True):
-            found[index] = values_TK
-    return found
+            values[index] = values_TK
+    return values
 
 
 def _values_by_start(
@@ -201,13 +201,13 @@ def _values_by_start(
             starts_S = torch.arange(begin, min(begin + most, tokens - 1), device=draft.device)
             depths_1T = ids_T.new_zeros((1, first + int(starts_S[-1]) + 1))
             depths_1T[0, first + starts_S] = (tokens - starts_S).clamp_max(offsets)
-            asked = masked_pass(draft, ids_T[None, : depths_1T.shape[1]], depths_1T, mask_token)
-            masks = len(asked.columns_N)
+            masked = masked_pass(draft, ids_T[None, : depths_1T.shape[1]], depths_1T, mask_token)
+            masks = len(masked.columns_N)
             keep = {"logits_to_keep": masks} if takes_logits_to_keep(draft) else {}
             with evaluating(draft):
-                logits_NV = draft(**asked.inputs, **keep).logits[0, -masks:]
-            said_N = ids_T[asked.starts_N + asked.offsets_N]
-            places_N = (asked.starts_N - first).cpu().numpy(), (asked.offsets_N - 1).cpu().numpy()
+                logits_NV = draft(**masked.inputs, **keep).logits[0, -masks:]
+            said_N = ids_T[masked.starts_N + masked.offsets_N]
+            places_N = (masked.starts_N - first).cpu().numpy(), (masked.offsets_N - 1).cpu().numpy()
             table_TJK[places_N] = _finite_values(values_of, logits_NV, said_N, "draft")
     return tables
 

@@ -1,4 +1,5 @@
-"""Fuzz the gateway over a socket with mutated HTTP from clients and engines: it answers or closes, counts no internal error, and keeps serving.
+"""Fuzz the gateway over a socket with mutated HTTP from clients and engines: it answers or closes, counts no internal
+error, and keeps serving.
 
 A failure gives its case, which runs alone with ATTACK:
 

@@ -17,21 +17,21 @@ from speculative.explain import losslessness as tests
 from speculative.explain.losslessness import LEVEL, Lossless
 
 
-def losslessness(asked: Asked, control: bool = True) -> Lossless:
+def losslessness(request: Asked, control: bool = True) -> Lossless:
     """Whether the text is the target's own at the serving settings.
 
     control: decode once more at 1.1 times the temperature, to show that the tests would have detected that.
 
     Raises UserError: see `open_pair` and `Draft`.
     """
-    pair, drafter = asked.opened()
+    pair, drafter = request.opened()
     return tests.losslessness(
         pair.target.model,
         drafter,
         pair.keyed,
-        pair.settings.under(asked.rule, asked.gamma),
-        samples=asked.samples or 16,
-        batch_size=asked.config.judge.batch_size,
+        pair.settings.under(request.rule, request.gamma),
+        samples=request.samples or 16,
+        batch_size=request.config.judge.batch_size,
         control=control,
     )
 
@@ -55,7 +55,7 @@ def lossless_lines(result: Lossless) -> list[str]:
     return [*lines, result.sentence]
 
 
-def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
+def result_of_draft(out: Path, request: Asked) -> tuple[Result | None, str]:
     """(the result at `out` if it judges the same draft and target, else the reason why nothing can be added to it).
 
     The same draft means the same weights, in any directory.
@@ -66,12 +66,12 @@ def result_of_draft(out: Path, asked: Asked) -> tuple[Result | None, str]:
         result = load_result(out)
     except UserError as error:
         return None, str(error)
-    theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), asked.config.target.path
+    theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), request.config.target.path
     if theirs != ours:
         return None, f"{out} judges a draft of target {theirs}, not of {ours}"
     judged_path = result.verdict.drafts[-1].path
     try:
-        same = judged_path is not None and _fingerprint(judged_path) == _fingerprint(asked.draft)
+        same = judged_path is not None and _fingerprint(judged_path) == _fingerprint(request.draft)
     except UserError as error:
         return None, f"it is not known whether {out} judges this draft: {error}"
     return (result, "") if same else (None, f"{out} judges another draft ({judged_path})")

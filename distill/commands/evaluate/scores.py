@@ -35,7 +35,7 @@ class Asked:
         return pair, drafts_of(pair.draft)[-1].drafter()
 
 
-def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> TaskScores:
+def task_scores(request: Asked, scorer: str, references: Path | None = None) -> TaskScores:
     """Scores of held-out prompts answered with the draft and by the target alone; `passed` False means exit status 1.
 
     At temperature 0 the texts are the same, so every score must be the same. Sampled texts differ, and the
@@ -44,10 +44,10 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
 
     Raises UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
-    function, data, batch_size = load_scorer(scorer), asked.config.data, asked.config.judge.batch_size
+    function, data, batch_size = load_scorer(scorer), request.config.data, request.config.judge.batch_size
     answers = read_references(data.heldout or data.train, references)
-    pair, proposing = asked.opened()
-    samples, settings = asked.samples or 1, pair.settings.under(asked.rule, asked.gamma)
+    pair, proposing = request.opened()
+    samples, settings = request.samples or 1, pair.settings.under(request.rule, request.gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"{samples} samples: at temperature 0 every response to a prompt is the same; give 1")
     texts = [
@@ -91,8 +91,8 @@ def task_scores(asked: Asked, scorer: str, references: Path | None = None) -> Ta
         )
     return TaskScores(
         scorer=scorer,
-        rule=asked.rule.name,
-        gamma=asked.gamma,
+        rule=request.rule.name,
+        gamma=request.gamma,
         prompts=len(pair.prompts),
         samples=samples,
         with_reference=sum(item.prompt_id in answers or item.text in answers for item in pair.prompts),
@@ -123,10 +123,10 @@ def _sampled_answer(difference: ScoreDifference, wide: Interval, prompts: int, s
     return passed, words
 
 
-def score_lines(found: TaskScores) -> list[str]:
-    rows = (("with the draft", found.speculative), ("target alone", found.alone))
+def score_lines(scores: TaskScores) -> list[str]:
+    rows = (("with the draft", scores.speculative), ("target alone", scores.alone))
     return [
-        f"{found.scorer} (mean over {found.prompts} prompts, {found.with_reference} with a reference; [95 % interval])",
+        f"{scores.scorer} (mean over {scores.prompts} prompts, {scores.with_reference} with a reference; [95 % interval])",
         *(f"{label:<15} {one.score:.3f} {interval(one.ci)}" for label, one in rows),
-        found.sentence,
+        scores.sentence,
     ]

@@ -29,7 +29,8 @@ ENDS = ("done", "back")
 
 class State(Stages):
     """State of a rollout. log: the gateway's directory. share: of the new engine while comparing. before: arms.json as found.
-    before_engine: started by an earlier rollout. place: end of the log when the stage began. old: what the old engine served during the comparison.
+    before_engine: started by an earlier rollout. place: end of the log when the stage began. old: what the old engine
+    served during the comparison.
     blames: whether going back is the draft's fault.
     """
 

@@ -61,11 +61,11 @@ def _kept_library() -> Path:
 
 
 def _compiler() -> list[str]:
-    asked = shlex.split(os.environ.get("CXX", ""))
-    found = next(filter(None, map(shutil.which, asked[:1] or ("g++", "clang++", "c++"))), None)
+    words = shlex.split(os.environ.get("CXX", ""))
+    found = next(filter(None, map(shutil.which, words[:1] or ("g++", "clang++", "c++"))), None)
     if found is None:
-        raise NoLibrary(f"no C++ compiler ({' '.join(asked) or 'g++, clang++'}) was found: install one, or set CXX")
-    return [found, *asked[1:]]
+        raise NoLibrary(f"no C++ compiler ({' '.join(words) or 'g++, clang++'}) was found: install one, or set CXX")
+    return [found, *words[1:]]
 
 
 def _folder() -> Path:
@@ -111,7 +111,7 @@ def _build(compiler: list[str], path: Path) -> None:
     print("understudy: compiling the CPU code, once for this machine (takes a few seconds)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         built = Path(folder) / path.name
-        said = ""
+        message = ""
         for threads in (("-fopenmp",), ()):  # without OpenMP, build for one thread
             command = [*compiler, *FLAGS, *threads, *map(str, SOURCES), "-o", str(built)]
             try:
@@ -121,9 +121,9 @@ def _build(compiler: list[str], path: Path) -> None:
             if done.returncode == 0:
                 break
             errors = [line for line in done.stderr.splitlines() if "error" in line]
-            said = said or next(iter(errors), f"status {done.returncode}")
+            message = message or next(iter(errors), f"status {done.returncode}")
         else:
-            raise NoLibrary(f"{compiler[0]} failed: {said}")
+            raise NoLibrary(f"{compiler[0]} failed: {message}")
         checksum = Path(folder) / "checksum"
         checksum.write_text(hashlib.blake2b(built.read_bytes()).hexdigest())
         built.replace(path)

@@ -132,14 +132,14 @@ class _Weights:
 
 def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
     """The weights, and the tensors to keep alive while their addresses are used."""
-    found, config, facts = survey(model), model.config, facts_of(model)
+    surveyed, config, facts = survey(model), model.config, facts_of(model)
     name = ("weights", config.num_hidden_layers, config.hidden_size, config.hidden_act, tuple(attention_windows(model)))
     weights = facts.get(name) or _Weights(model)
-    kept = [weight.detach() for weight in found.weights]
-    if not weights.copied and found.ordinary:
+    tensors = [weight.detach() for weight in surveyed.weights]
+    if not weights.copied and surveyed.ordinary:
         weights.alive = []  # otherwise a moved model's memory would not be freed
         facts[name] = weights
-    return weights, kept
+    return weights, tensors
 
 
 def _angles(model: PreTrainedModel, positions: int) -> list[torch.Tensor]:

@@ -114,11 +114,11 @@ class FusedModel:
     def _buffers(self) -> list[list[torch.Tensor]]:
         """Keys and values of each layer. The prefill has made them, unless every text has one token."""
         weights = self.weights
-        for own in self._cache.layers[: len(weights.layers)]:
-            assert isinstance(own, RaggedLayer)
-            if not own.is_initialized:
+        for layer in self._cache.layers[: len(weights.layers)]:
+            assert isinstance(layer, RaggedLayer)
+            if not layer.is_initialized:
                 empty = torch.zeros((0, self.kv_heads, 0, self.head_width), dtype=weights.dtype, device=weights.device)
-                own.lazy_initialization(empty, empty)
+                layer.lazy_initialization(empty, empty)
         return self._cache.by_layer[: len(weights.layers)]
 
     def place_heads(

@@ -96,19 +96,19 @@ def packed(*modules: nn.Linear) -> Matrix:
 
 
 def _together(modules: Sequence[nn.Linear], name: str) -> torch.Tensor:
-    own: list[torch.Tensor] = [getattr(module, name) for module in modules]
-    if len(own) == 1:
-        return own[0].detach()
-    place, known = own[0].data_ptr(), _joint.get(own[0].data_ptr())
-    for tensor in own:
-        known = known if tensor.data_ptr() == place and tensor.is_contiguous() else None
+    parts: list[torch.Tensor] = [getattr(module, name) for module in modules]
+    if len(parts) == 1:
+        return parts[0].detach()
+    place, joined = parts[0].data_ptr(), _joint.get(parts[0].data_ptr())
+    for tensor in parts:
+        joined = joined if tensor.data_ptr() == place and tensor.is_contiguous() else None
         place += tensor.nbytes
-    if known is not None and known.data_ptr() + known.nbytes == place:
-        return known
+    if joined is not None and joined.data_ptr() + joined.nbytes == place:
+        return joined
     # Training goes on with these weights, so they must not be made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        joint = torch.cat(own)
-        for tensor, part in zip(own, joint.split([len(tensor) for tensor in own]), strict=True):
+        joint = torch.cat(parts)
+        for tensor, part in zip(parts, joint.split([len(tensor) for tensor in parts]), strict=True):
             # Each with a storage of its own: whoever saves weights takes parts of one storage for one weight under several names.
             tensor.data = torch.from_dlpack(part)
     survey_again()

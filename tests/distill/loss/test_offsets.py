@@ -38,7 +38,9 @@ def test_a_start_is_kept_to_each_depth_as_often_as_said() -> None:
     ],
 )
 def test_survival_is_the_chance_that_a_block_reaches_further(rule: str, serving: SamplingSettings) -> None:
-    """A target that looks at all drafted tokens, a draft that looks at none: all blocks, one by one, against the mean over the target's text."""
+    """A target that looks at all drafted tokens, a draft that looks at none: all blocks, one by one, against the mean
+    over the target's text.
+    """
     generator = torch.Generator().manual_seed(6)
     draft_JV = torch.randn(BLOCK, VOCAB, generator=generator, dtype=torch.float64)
     targets = {

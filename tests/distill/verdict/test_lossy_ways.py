@@ -155,7 +155,9 @@ def test_a_setting_without_sense_is_refused(tiny_config, changes, told):
 
 
 def test_replay_agrees_with_live_decoding_on_the_embedded_target(tmp_path):
-    """Every second layer of it. Of the same prompts: tau by replay of the target's text lies in the interval of tau counted in the lossy way's own text."""
+    """Every second layer of it. Of the same prompts: tau by replay of the target's text lies in the interval of tau
+    counted in the lossy way's own text.
+    """
     target, tokenizer = carve(load_model("target", "embedded"), range(0, 32, 2)), load_tokenizer("embedded")
     draft = perturbed(target, 0.012)
     write_heads(tmp_path / "heads.jsonl", ["random", "statistics", "shutil", "csv"], 32)

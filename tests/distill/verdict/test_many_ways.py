@@ -23,7 +23,9 @@ def setup(looks: int = 1) -> Any:
 
 
 def timing(truths: dict[str, float], rng: np.random.Generator) -> Timing:
-    """A race at one request. Samples differ by 5 %, rounds by 2 %, the texts' logarithm of tau by `SPREAD`; all ways share the target's samples."""
+    """A race at one request. Samples differ by 5 %, rounds by 2 %, the texts' logarithm of tau by `SPREAD`; all ways
+    share the target's samples.
+    """
     tokens = rng.integers(30, 120, PROMPTS)
     blocks = {name: tokens / np.exp(rng.normal(np.log(2.0), SPREAD, PROMPTS)) for name in truths}
     samples: dict[str, dict[str, Sample]] = {name: {} for name in (TARGET, *truths)}

@@ -1,4 +1,6 @@
-"""Calls of ours give a model's own logits or are not made: windows and positions are the model's, in every dtype, whatever its config says."""
+"""Calls of ours give a model's own logits or are not made: windows and positions are the model's, in every dtype,
+whatever its config says.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The library of compiled code on disk: built once, checked before it is loaded, built again when damaged, done without where it cannot be."""
+"""The library of compiled code on disk: built once, checked before it is loaded, built again when damaged, done without
+where it cannot be.
+"""
 
 import ctypes
 import subprocess

@@ -140,7 +140,9 @@ def test_rows_equal_sums_token_by_token():
 
 
 def test_a_row_is_certain_only_beyond_chance_among_its_neighbours_and_on_enough_prompts():
-    """`slight` falls, and `twin` rises by chance, by what one row alone would be certain of; `few` falls far in each of only three prompts."""
+    """`slight` falls, and `twin` rises by chance, by what one row alone would be certain of; `few` falls far in each of
+    only three prompts.
+    """
     rng = np.random.default_rng(0)
     texts, scores = [], {UNDISTILLED: [], DRAFT: []}
     shifts = {"few": -0.3, "gain": 0.3, "loss": -0.3, "same": 0.0, "slight": -0.0018, "twin": 0.0}

@@ -151,7 +151,9 @@ def test_without_a_draft_the_targets_own_calls_are_timed_and_proposals_are_free(
 
 
 def test_the_host_and_the_prompt_count_on_both_sides_of_the_speed_up():
-    """By hand: 60 tokens. Alone 2 + 6 ms for the response and 60 steps of 2.1 ms; with the draft 3 + 9 ms, and 20 blocks of 1 + 2.4 + 0.3 ms."""
+    """By hand: 60 tokens. Alone 2 + 6 ms for the response and 60 steps of 2.1 ms; with the draft 3 + 9 ms, and 20
+    blocks of 1 + 2.4 + 0.3 ms.
+    """
     costs = StepCosts(
         0.002,
         {4: 0.001},
@@ -177,7 +179,8 @@ def test_the_host_and_the_prompt_count_on_both_sides_of_the_speed_up():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_overheads_are_what_the_clock_shows_beside_the_stages(monkeypatch, ahead):
-    """A clock that advances by 2 ms when a loop is opened, 5 ms while a prompt is read (10 by both), and 10 ms in a block's stages, 4 of them
+    """A clock that advances by 2 ms when a loop is opened, 5 ms while a prompt is read (10 by both), and 10 ms in a
+    block's stages, 4 of them
     drafting. The first block needs 3 ms more; the host adds 1 ms to each block, unless the first call runs all blocks at once.
     """
     now = [0.0]

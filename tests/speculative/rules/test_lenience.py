@@ -1,4 +1,6 @@
-"""Lenience: the emitted distribution and its distance from the target's by enumeration in float64, and lenience 1 against the lossless rule."""
+"""Lenience: the emitted distribution and its distance from the target's by enumeration in float64, and lenience 1
+against the lossless rule.
+"""
 
 from dataclasses import replace
 from functools import partial
