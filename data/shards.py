@@ -23,6 +23,10 @@ MAPPED_SHARDS = 8  # Files of the rows that were read last; older ones are unmap
 DIGITS = 16
 
 
+class MissingShard(UserError):
+    """A file that is not there, or was deleted by another process."""
+
+
 class DamagedShard(UserError):
     """A file that cannot be read or does not match the checksum in its name."""
 
@@ -69,7 +73,7 @@ class Shards:
             with pa.memory_map(str(path)) as source:
                 return pa.ipc.open_file(source).read_all()
         except FileNotFoundError as error:
-            raise UserError(f"{path}: this shard is missing; the same command makes its rows again") from error
+            raise MissingShard(f"{path}: this shard is missing; the same command makes its rows again") from error
         except (OSError, pa.ArrowException) as error:
             raise DamagedShard(path, " ".join(str(error).split())[:80]) from error
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.files import other_key
-from data.shards import DamagedShard, Shards, lists_of
+from data.shards import DamagedShard, MissingShard, Shards, lists_of
 from data.signals.columns import COLUMNS, decode, encode
 from data.signals.signal import TopKSignal, joined
 from speculative.errors import UserError
@@ -196,6 +196,8 @@ class SignalStore:
                     self._take_in(name)
                 except DamagedShard as damage:
                     self._damaged(name, damage)
+                except MissingShard:  # Another rank found it damaged and deleted it.
+                    continue
         for name in self._tokens.keys() - set(there):
             self._forget(name)
 

@@ -16,6 +16,7 @@ from tiny_training import examples_of
 
 from data.batches.collate import Example
 from data.batches.examples import as_examples, example_key
+from data.shards import Shards
 from data.signals.columns import decode, encode
 from data.signals.signal import TopKSignal, joined
 from data.signals.store import SignalStore, signal_manifest
@@ -206,6 +207,15 @@ def test_a_damaged_file_is_refused_by_name_or_made_again(
     repairing.write({index: signal_of(index) for index in (2, 3)})
     assert repairing.lacking(range(6)) == beside.lacking(range(6)) == []
     assert same(opened(tmp_path).read(range(6)), expected)
+
+
+def test_a_file_that_another_rank_deleted_meanwhile_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    listed = Shards.names
+    monkeypatch.setattr(Shards, "names", lambda shards: [*listed(shards), "topk-0123456789abcdef.arrow"])
+    assert opened(tmp_path, repair=True).missing() == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
