@@ -154,6 +154,15 @@ def test_heldout_alone_looks_at_no_more_than_is_needed(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_held_out_prompts_of_another_number_of_sources(tmp_path: Path) -> None:
+    """The run's own are not those of a config that has a source more."""
+    run, data = tmp_path / "run", data_of(tmp_path)
+    loaded(data, run=run)
+    path = write_prompts(tmp_path / "heldout.jsonl", 30)
+    other = data_of(tmp_path, heldout=({"path": str(path)},))
+    assert ids(held_out(other, 5, run)) == ids(held_out(other, 5, tmp_path / "empty"))
+
+
 @pytest.mark.parametrize("too_long", ["error", "drop"])
 def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
     tmp_path: Path, too_long: str, capsys: pytest.CaptureFixture[str]
