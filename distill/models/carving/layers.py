@@ -112,6 +112,8 @@ class Layers:
             return None, reason_of(error)
         finally:
             logging.disable(logging.NOTSET)
+        if len(layers) != len(chosen):
+            return None, f"the draft would have {len(layers)} layers"
         place, drafts = {layer: position for position, layer in enumerate(chosen)}, dict(enumerate(range(len(chosen))))
         for layer, draft in zip(chosen, layers, strict=True):
             was, now = layer_parts(self.layers[layer], place), layer_parts(draft, drafts)
