@@ -91,7 +91,9 @@ def demo(options: of.DemoOptions) -> int:
 def main() -> None:
     """Entry point. A mistake of the user prints one line and exits with status 2."""
     try:
-        words = [word.partition("=")[0] for place, word in enumerate(sys.argv) if place == 2 or word.startswith("--")]
+        until = sys.argv.index("--") if "--" in sys.argv else None  # Words behind it are an engine's.
+        given = enumerate(sys.argv[:until])
+        words = [word.partition("=")[0] for place, word in given if place == 2 or word.startswith("--")]
         if instead := retired(*sys.argv[1:2], *(f"{sys.argv[1]} {word}" for word in words)):
             raise UserError(instead)
         app()

@@ -98,7 +98,8 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
     location = first["loc"]
     # Pydantic adds the branch of a union, or `[key]`, to the location as if it were a key.
     key = ".".join(part for part in map(str, location) if "[" not in part and not part.startswith("constrained-"))
-    if instead := retired(key, f"{key}: {first['input']}"):
+    unnumbered = re.sub(r"\.\d+", "", key)
+    if instead := retired(key, f"{unnumbered}: {first['input']}"):
         return f"{origin}: {instead}"
     if first["type"] == "extra_forbidden":
         return f"{origin}: unknown key `{key}`: {did_you_mean(str(location[-1]), _known_keys(location, kind))}"
