@@ -12,12 +12,13 @@ def _refuse_foreign(package: str) -> None:
     """
     home = Path(__file__).resolve().parents[1]
     spec = importlib.util.find_spec(package)
-    found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-    if found == home / package / "__init__.py":
+    origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if origin == home / package / "__init__.py":
         return
     line = (
-        f"understudy: {found or 'sys.path'} hides our package `{package}` ({home / package}); run `understudy train CONFIG`, which "
-        "imports nothing from the working directory; if it says the same, unset PYTHONPATH or install Understudy into an environment of its own"
+        f"understudy: {origin or 'sys.path'} hides our package `{package}` ({home / package}); run `understudy train CONFIG`, which "
+        "imports nothing from the working directory; if it says the same, unset PYTHONPATH or install Understudy into "
+        "an environment of its own"
     )
     # Python writes -m there until it has found the module to run.
     if Path(*sys.argv[:1]).stem not in ("-m", "understudy"):

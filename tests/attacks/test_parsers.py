@@ -155,7 +155,8 @@ def _answers(_: Path) -> Made:
     events += [{"choices": [{"text": "b", "finish_reason": "stop", "token_ids": [8]}]}, {"choices": [], **usage}]
     engines = {
         "vllm": {"metrics": {"speculative_decoding": {**COUNTS, "per_step_accepted": [2, 0, 2], "per_step_drafted": [3, 3, 3]}}},
-        "sglang": {"meta_info": {"spec_verify_ct": 3, "spec_accept_token_num": 4, "spec_draft_token_num": 9, "spec_accept_histogram": [1, 0, 2]}},
+        "sglang": {"meta_info": {"spec_verify_ct": 3, "spec_accept_token_num": 4,
+            "spec_draft_token_num": 9, "spec_accept_histogram": [1, 0, 2]}},
         "llama": {"timings": {"draft_n": 9, "draft_n_accepted": 4}},
         "tensorrt": {"request_perf_metrics": {"speculative_decoding": {"total_accepted_draft_tokens": 4, "total_draft_tokens": 9}}},
     }  # fmt: skip
@@ -217,7 +218,10 @@ vllm:spec_decode_num_drafts_created{engine="0"} 1.76e+09
 process_start_time_seconds 1.76e+09
 """
 SGLANG = b'sglang:spec_verify_calls_total{tp="0"} 9\nsglang:generation_tokens_total 40\nsglang:num_requests_total 2\n'
-TENSORRT = b'trtllm_spec_decode_drafted_tokens_total{token_position="0"} 9\ntrtllm_spec_decode_accepted_tokens_total{token_position="0"} 4\n'
+TENSORRT = (
+    b'trtllm_spec_decode_drafted_tokens_total{token_position="0"} '
+    b'9\ntrtllm_spec_decode_accepted_tokens_total{token_position="0"} 4\n'
+)
 
 
 def _metrics(_: str, content: bytes, __: Path) -> ServerCounts | None:
@@ -353,7 +357,10 @@ def _tiny(folder: Path) -> Path:
     return folder
 
 
-TEMPLATE = b"{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }};{% endfor %}{% if add_generation_prompt %}ab{{ 1 + 2 }}{% endif %}"
+TEMPLATE = (
+    b"{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim "
+    b"}};{% endfor %}{% if add_generation_prompt %}ab{{ 1 + 2 }}{% endif %}"
+)
 
 
 def _checkpoint(folder: Path) -> Made:
@@ -422,8 +429,10 @@ PARSERS = {
     ),
     "prompts file": Parser(2500, _prompts, _load_prompts, list),
     "top-k answer": Parser(700, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),
-    "run config": Parser(600, lambda _: {"run.yaml": CONFIG, "aliases.yaml": ALIASES}, lambda name, content, folder: load_config(_written(content, folder / name)), RunConfig),
-    "result.json": Parser(300, lambda _: {"result.json": json.dumps(RESULT).encode()}, lambda name, content, folder: load_result(_written(content, folder / name)), Result),
+    "run config": Parser(600, lambda _: {"run.yaml": CONFIG, "aliases.yaml": ALIASES},
+        lambda name, content, folder: load_config(_written(content, folder / name)), RunConfig),
+    "result.json": Parser(300, lambda _: {"result.json": json.dumps(RESULT).encode()},
+        lambda name, content, folder: load_result(_written(content, folder / name)), Result),
     "verdict.json": Parser(
         500, lambda _: {"verdict.json": json.dumps({"format": 2, **RESULT["verdict"]}).encode()},
         lambda name, content, folder: Verdict.read(_written(content, folder / name), "make it again"), Verdict,
@@ -494,16 +503,19 @@ FOUND = {
     "a log of more tokens than anybody drafts": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % HUGE),
     "a template that speaks to the terminal": ("tokenizer", "chat_template.jinja", b'{{ raise_exception("\x1b]0;a\x07") }}'),
     "a place of too many digits": ("metrics page", "vllm", PAGE.replace(b'position="1"', b'position="%s"' % DIGITS)),
-    "rendered ids that are words": ("prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": ["a"], "text": "a", "turns": "", "domain": "d"}\n'),
+    "rendered ids that are words": ("prompts file", "rows.jsonl", (b'{"prompt_id": "p", "prompt_ids": ["a"], '
+b'"text": "a", "turns": "", "domain": "d"}\n')),
     "rendered turns that are numbers": (
-        "prompts file", "rows.jsonl", b'{"prompt_id": "p", "prompt_ids": [1], "text": "", "turns": "{\\"messages\\": [5]}", "domain": "d"}\n',
+        "prompts file", "rows.jsonl", (b'{"prompt_id": "p", "prompt_ids": [1], "text": "", '
+b'"turns": "{\\"messages\\": [5]}", "domain": "d"}\n'),
     ),
     "tools of objects in objects": ("prompts file", "rows.jsonl", TALK % (b'{"a":' * 800 + b"1" + b"}" * 800)),
     "an Arrow file of bytes that are no text": ("prompts file", "rows.arrow", _arrow().replace(b"prompt", b"promp\xdf")),
     "an Arrow file that points out of itself": ("prompts file", "rows.arrow", _torn_arrow()),
     "top-k places that are numbers": ("top-k answer", "vllm", b'{"choices": [{"prompt_logprobs": [null, {"5": 3}, {"6": 3}]}]}'),
     "a config of more aliases than memory": (
-        "run config", "run.yaml", b"a0: &a0 [x, x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d, *a%d]\n" % (n, n, n - 1, n - 1, n - 1) for n in range(1, 30)),
+        "run config", "run.yaml", b"a0: &a0 [x, x, x]\n"
+        + b"".join(b"a%d: &a%d [*a%d, *a%d, *a%d]\n" % (n, n, n - 1, n - 1, n - 1) for n in range(1, 30)),
     ),
     "a config with an alias within itself": ("run config", "run.yaml", b"name: m\na: &a [x, x]\nb: &b [*a, *b]\n"),
     "a config of too many digits": ("run config", "run.yaml", b"name: " + DIGITS),
@@ -516,12 +528,14 @@ FOUND = {
     "an adapter of a base that is a number": ("files of a run", "adapter_config.json", b'{"base_model_name_or_path": 5}'),
     "a model of two thousand million layers": ("checkpoint", "config.json", b'{"model_type": "llama", "num_hidden_layers": 2147483648}'),
     "a model of more words than memory": (
-        "checkpoint", "config.json", b'{"model_type": "llama", "vocab_size": 999999999, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}',
+        "checkpoint", "config.json", (b'{"model_type": "llama", "vocab_size": 999999999, "hidden_size": '
+b'8, "num_hidden_layers": 1, "num_attention_heads": 1}'),
     ),
     "a model without a weight that its config has": ("checkpoint", "model.safetensors", ONE_WEIGHT),
     "a tokenizer that is a list": ("tokenizer", "tokenizer.json", b"[]"),
     "a tokenizer whose prefix is longer than its merges": (
-        "tokenizer", "tokenizer.json", b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "continuing_subword_prefix": "abcd", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}',
+        "tokenizer", "tokenizer.json", (b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", '
+b'"continuing_subword_prefix": "abcd", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}'),
     ),
     "a template of too many digits": ("tokenizer", "chat_template.jinja", b"{{ %s }}" % DIGITS),
     "a template with a filter that is none": ("tokenizer", "chat_template.jinja", b"{{ 1 | nothing }}"),

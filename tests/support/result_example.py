@@ -226,7 +226,8 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
         "survival": survival, "live_tokens": tokens, "replay_check": check,
         "checkpoints": [*first, last | judged | {"live_check": passing}],
         "costs": {
-            "target_step_seconds": TARGET_SECONDS, "draft_step_seconds": C * TARGET_SECONDS, "cost_ratio": C, "batch_size": 1, "context": 128,
+            "target_step_seconds": TARGET_SECONDS, "draft_step_seconds": C * TARGET_SECONDS, "cost_ratio": C,
+            "batch_size": 1, "context": 128,
             "verify_ratio": {str(g): 1 + V_EXTRA * g for g in (1, 2, 4, 8, 16)}, "threads": 1,
         },
         "self_checks": {
@@ -286,8 +287,10 @@ def example_result(responses: int = 8) -> dict[str, Any]:
         "timed_prompts": {row["key"]: {TARGET: 128.0, DRAFT: 150.0} for row in live[:7]},
         "token_view": _token_view(live, responses),
         "serve": [
-            {"engine": "vLLM", "ok": True, "language": "bash", "note": "draft argmax by default", "command": f"vllm serve t --speculative-config '{config}'"},
-            {"engine": "llama.cpp", "ok": False, "language": "bash", "note": "refuses it: sizes differ by 200", "command": "llama-server -m T.gguf"},
+            {"engine": "vLLM", "ok": True, "language": "bash", "note": "draft argmax by default",
+             "command": f"vllm serve t --speculative-config '{config}'"},
+            {"engine": "llama.cpp", "ok": False, "language": "bash", "note": "refuses it: sizes differ by 200",
+             "command": "llama-server -m T.gguf"},
         ],
         "config": "name: tiny\nserving:\n  temperature: 0.7\n",
         "provenance": {

@@ -20,7 +20,10 @@ TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # A template as of a small model: two roles, without special tokens.
-BARE = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ m.content }}{% endif %}{% endfor %}"
+BARE = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+    "[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{% endif %}{% endfor %}"
+)
 AUTO = Template()
 
 

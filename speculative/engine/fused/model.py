@@ -178,8 +178,9 @@ class FusedModel:
             self.product.work.sized(programs * blocks * split * (block * width + 2 * block), programs * blocks)
         y_MHD = torch.empty_like(query_MHD)
         self._kernels.attend[(programs, split, blocks)](
-            query_MHD, keys, values, positions_M, y_MHD, self.product.work.partial, self.product.work.counters, self.weights.scale, window, queries,
-            self.capacity, J=self.kv_heads, G=groups, D=self.head_width, DP=width, BQ=block, BC=64, SPLIT=split,
+            query_MHD, keys, values, positions_M, y_MHD, self.product.work.partial, self.product.work.counters,
+            self.weights.scale, window, queries, self.capacity,
+            J=self.kv_heads, G=groups, D=self.head_width, DP=width, BQ=block, BC=64, SPLIT=split,
             PRECISION=self.product.precision, STAGES=2, OVERLAP=self.product.overlap, num_warps=4, **self.product.launch,
         )  # fmt: skip
         return y_MHD

@@ -87,7 +87,8 @@ def test_traffic_like_the_held_out_prompts_is_no_drift(judged: None, tmp_path: P
     assert found.refresh is False
     low, high = found.ci
     assert found.sentence == (
-        f"No drift: accepted/drafted is {found.now.accepted_per_drafted:.3f}, and {found.judged.accepted_per_drafted:.3f} in the run at gamma 4, rule sample. "
+        f"No drift: accepted/drafted is {found.now.accepted_per_drafted:.3f}, and "
+        f"{found.judged.accepted_per_drafted:.3f} in the run at gamma 4, rule sample. "
         f"The change is {found.change:+.3f} [{low:+.3f}, {high:+.3f}] over 120 requests."
     )
     assert Drift.model_validate_json(out.read_text()) == found

@@ -195,7 +195,10 @@ def test_the_counters_of_other_engines() -> None:
     )
     found = counted("trtllm_spec_decode_num_draft_tokens_total 12\ntrtllm_spec_decode_num_accepted_tokens_total 5\n")
     assert (found.blocks, found.drafted, found.accepted) == (None, 12, 5)
-    sglang = 'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total 11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n'
+    sglang = (
+        'sglang:spec_verify_calls_total{tp_rank="0"} 4\nsglang:generation_tokens_total '
+        "11\nsglang:num_requests_total 2\nsglang:spec_accept_length 2.25\n"
+    )
     found = counted(sglang)
     assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
     assert counted("up 1\n") is None

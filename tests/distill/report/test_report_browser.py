@@ -193,7 +193,8 @@ def test_the_tokens_are_those_of_the_result_and_show_what_both_models_predicted(
 
 def cells(browser: Chrome) -> dict[tuple[str, int], float]:
     found = browser.execute_script(
-        "return [...document.querySelectorAll('#times-table td')].map(c => [c.dataset.name, Number(c.dataset.gamma), c.dataset.value, c.textContent])"
+        "return [...document.querySelectorAll('#times-table td')].map(c => "
+        "[c.dataset.name, Number(c.dataset.gamma), c.dataset.value, c.textContent])"
     )
     assert all(text == f"{float(value):.2f}x" for _, _, value, text in found)
     return {(name, gamma): float(value) for name, gamma, value, _ in found}

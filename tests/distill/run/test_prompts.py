@@ -179,7 +179,11 @@ def test_other_limits_than_the_run_s_judge_nothing_that_it_trained_on(
     assert f"{8 - len(fitting)} of 8 held-out prompts have more than {longest} tokens" in capsys.readouterr().err
 
 
-CHAT = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
+CHAT = (
+    "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}"
+    "{% for turn in messages %}{% if turn.content == 'no' %}{{ raise_exception('refused') }}{% endif %}"
+    "<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
+)
 
 
 def chat_data(folder: Path, conversations: list[dict[str, Any]], **keys: Any) -> tuple[DataConfig, Any]:
