@@ -44,6 +44,7 @@ from speculative.drafters.lookup_draft import LookupDraft
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
+from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
 console = Console(width=150)
@@ -78,7 +79,7 @@ class Bench:
 
     def settings(self, mode: str, gamma: int) -> DecodeSettings:
         sampling = GREEDY if mode == "greedy" else SamplingSettings(1.0)
-        rule: Any = "greedy" if mode == "greedy" else "sample"
+        rule = Rule.usual(sampling.temperature)
         return DecodeSettings(sampling, gamma, rule, self.max_tokens, self.eos_ids)
 
     def ours(

@@ -283,8 +283,9 @@ def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
             "output": str(Path(folder).parent),
             "data": {
                 "train": [{"path": "unused"}],
-                "rollouts": {"prompts": prompts, "max_tokens": settings.length - cut},
+                "rollouts": {"prompts": prompts},
             },
+            "serving": {"max_tokens": settings.length - cut},
         },
         "bench",
     )
