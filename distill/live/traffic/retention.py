@@ -45,13 +45,15 @@ def sweep(directory: Path, retention_days: float, now: float, most_texts: int = 
 
     Raises UserError: the clock has jumped, or the directory cannot be read or written.
     """
-    _check_clock(directory, retention_days, now)
-    salt, oldest = read_salt(directory), now - retention_days * DAY
+    salt, oldest, has_text = read_salt(directory), now - retention_days * DAY, False
     recent: dict[str, set[str]] = defaultdict(set)
     for path in log_files(directory):
         for record in filter(None, map(_with_text, path.read_bytes().splitlines(keepends=True))):
+            has_text = True
             if record.time >= oldest:
                 recent[record.slice].add(priority(salt, record.id))
+    if has_text:
+        _check_clock(directory, retention_days, now)
     dropped = {name: ranks.difference(heapq.nsmallest(most_texts, ranks)) for name, ranks in recent.items()}
 
     def scrubbed(line: bytes) -> bytes:

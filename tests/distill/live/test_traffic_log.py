@@ -101,6 +101,12 @@ def test_a_clock_that_jumped_erases_nothing_until_the_user_agrees(tmp_path: Path
     assert sweep(log, 30, now + days * DAY)[0] == (10 if days > 0 else 0)
 
 
+def test_without_text_any_clock_will_do(tmp_path: Path) -> None:
+    log = write_log(tmp_path, [record_of(number).without_text() for number in range(3)])
+    for day in (1000, 1400, 1000):
+        assert sweep(log, 30, day * DAY) == (0, 0)
+
+
 def test_of_a_forgotten_request_not_a_byte_is_left(tmp_path: Path) -> None:
     secret = record_of(7, id="client-77", prompt_ids=(31337, 31338), response_ids=(4242, 4243))
     log = write_log(
