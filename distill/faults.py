@@ -42,6 +42,7 @@ EXTRAS = {
     "starlette": "gateway",
     "uvicorn": "gateway",
     "h11": "gateway",
+    "httpcore2": "gateway",
     "uvloop": "gateway",
     "torchao": "lowbit",
     "compressed_tensors": "quantize",
