@@ -120,7 +120,8 @@ class RolloutOptions:
 
     understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port}"
 
-    Serves it next to the current version, compares the two, then moves all traffic to it or takes it back.
+    Serves it next to the current version, compares the two, then moves all traffic to it or takes it back. For vLLM end
+    the command with `-- --per-request-spec-decode-metrics detailed`, so that it reports counts.
 
     Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake in the command or its files.
     """

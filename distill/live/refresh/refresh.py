@@ -173,7 +173,8 @@ class _Refresh:
             shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
         if last in STATUS:
             shutil.rmtree(self.folder / PROBE, ignore_errors=True)
-            self._say(f"{last}: {self.folder / State.FILE}")
+            if not self.options.dry_run:
+                self._say(f"{last}: {self.folder / State.FILE}")
         return STATUS.get(last, 0)
 
     def _begin(self) -> None:

@@ -206,6 +206,8 @@ def test_nothing_is_trained_on_mixed_up_text(place: Path, responses: list[Traffi
         for one, other in zip(responses, [*responses[7:], *responses[:7]], strict=True)
     ]
     write_log(place / "traffic", mixed_up)
+    status, words = call(place, dry_run=True)
+    assert (status, "refresh.json" in words) == (1, False), "its folder is gone afterwards"
     status, words = call(place, force=True)
     assert (status, trained, state_of(place)["stage"]) == (1, [], "refused the text"), words
     assert "not the target's own text" in words
