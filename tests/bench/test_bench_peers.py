@@ -47,7 +47,7 @@ def test_rates_ratios_and_equal_texts() -> None:
 
 
 @pytest.mark.parametrize("call", [0, 2])
-def test_who_fails_costs_its_own_row_alone(call: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_way_costs_its_own_row_alone(call: int, capsys: pytest.CaptureFixture[str]) -> None:
     contestants = {"ours": Fake([1.0]), "peer": Fake([1.0], fails_at=call)}
     scores = peers.compete(contestants, SETTING, PROMPTS, rounds=2)
     assert list(scores) == ["ours"]

@@ -83,7 +83,7 @@ def test_the_keys_found_are_the_outer_ones(tmp_path: Path) -> None:
     assert written_keys(script) == {"rows", "machine", "gains"}
 
 
-def test_a_command_is_told_as_it_is_typed_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_recorded_as_it_is_typed_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = bench("result_file")
     script, inside = ROOT / "bench/memory.py", ROOT / "bench/results/memory.json"
     monkeypatch.setattr("sys.argv", [str(script), "--pair", str(tmp_path / "my pair"), "--out", str(inside), "k=1"])

@@ -64,7 +64,7 @@ def test_however_we_end_nothing_of_ours_goes_on(tmp_path: Path, number: int) -> 
     assert not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_family_says_what_a_program_said_last(tmp_path: Path) -> None:
+def test_a_family_reports_the_last_line_of_a_program(tmp_path: Path) -> None:
     with Family(tmp_path) as family:
         process = family.start("talker", ["sh", "-c", "echo first; echo last; exit 3"])
         process.wait()

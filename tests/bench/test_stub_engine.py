@@ -123,7 +123,7 @@ def test_through_the_gateway_gates_and_constraints_keep_the_books(
     assert [record.constrained for record in (gate, biased, stream)] == [True] * 3
 
 
-def test_who_leaves_is_decoded_no_further(url: str) -> None:
+def test_a_client_that_leaves_is_not_decoded_any_more(url: str) -> None:
     def aborted() -> bool:
         return 'finished_reason="abort"' in httpx.get(f"{url}/metrics").text
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_answered_is_refused_by_name(url: str, body: dict[str, An
     assert said in answer.json()["error"]["message"]
 
 
-def test_without_a_draft_nothing_is_said_of_drafts(pair: tuple[Target, ModelDrafter]) -> None:
+def test_without_a_draft_no_count_of_drafts_is_reported(pair: tuple[Target, ModelDrafter]) -> None:
     with running_app(Pages(StubEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
         answer = ask(plain)
     assert "metrics" not in answer

@@ -23,6 +23,10 @@ BANNED = re.compile(
 NO_LEADING_ZERO = re.compile(r"(?<![\w.)\]/*`-])\.\d")
 
 
+# In names of tests: words of a speaker or a race, where an engineer would say what is reported or which way is slower.
+NOT_IN_NAMES = re.compile(r"_(told|said|who|everybody|no_further)(_|$)")
+
+
 def prose(text: str) -> str:
     """A page without its code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
@@ -89,3 +93,13 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         if not there.exists() or (anchor and anchor not in anchors(there.read_text(encoding="utf-8"))):
             broken.append(link)
     assert broken == []
+
+
+def test_names_of_tests_are_plain_english() -> None:
+    names = [
+        name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.M)
+    ]
+    assert len(names) > 2000
+    assert [name for name in names if NOT_IN_NAMES.search(name)] == []

@@ -53,7 +53,7 @@ def load(**keys) -> list[PromptRow]:
         ),
     ],
 )
-def test_columns_that_are_one_prompt_are_joined_and_this_is_said(tmp_path, caplog, rows, template, texts):
+def test_columns_that_are_one_prompt_are_joined_and_this_is_reported(tmp_path, caplog, rows, template, texts):
     path = write(tmp_path / "p.jsonl", rows)
     assert [row.text for row in load(path=path)] == texts
     assert f"a prompt is {json.dumps(template)}" in caplog.text
@@ -81,7 +81,7 @@ def test_an_empty_column_leaves_out_the_text_before_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
-def test_a_system_message_that_is_not_read_is_said(tmp_path, caplog, name):
+def test_a_system_message_that_is_not_read_is_reported(tmp_path, caplog, name):
     for row in ({"question": "Why?"}, {"messages": TURNS}):
         path = write(tmp_path / f"{len(row)}{next(iter(row))}.jsonl", [row | {name: "Be brief."}])
         load(path=path)

@@ -72,7 +72,7 @@ def test_rows_come_back_in_the_asked_order(tmp_path: Path) -> None:
     assert len(next(iter(vars(store.read([])).values()))) == 0
 
 
-def test_what_is_missing_is_known_and_told(tmp_path: Path) -> None:
+def test_missing_parts_are_reported(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.write({index: signal_of(index) for index in (1, 4)})
     assert store.present().tolist() == [False, True, False, False, True, False]

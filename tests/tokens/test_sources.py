@@ -133,7 +133,7 @@ def test_directory_of_a_downloaded_hub_dataset(tmp_path):
     assert "doesn't contain any data files" in refusal(path=str(tmp_path / "void"))
 
 
-def test_usual_column_is_taken_and_said_only_when_it_is_the_only_one(tmp_path, caplog):
+def test_usual_column_is_taken_and_reported_only_when_it_is_the_only_one(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="data.prompts.columns")
     path = write(tmp_path / "p.jsonl", ROWS)
     assert load(path=path)[0].text == "What is 2 + 2?"
@@ -288,7 +288,7 @@ def test_every_assistant_turn_may_be_a_prompt(tmp_path):
     assert (len(last.messages), last.origin.rpartition("/")[2]) == (7, "chat.jsonl:1")
 
 
-def test_bad_rows_are_left_out_and_told_where_that_is_wanted(tmp_path):
+def test_bad_rows_are_left_out_and_reported_where_that_is_wanted(tmp_path):
     good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     bad = [[{"from": "human", "value": " "}], [], [{"from": "bing", "value": "a"}], [{"from": "gpt", "value": "b"}]]
     path = tmp_path / "sharegpt.jsonl"
@@ -320,7 +320,7 @@ def test_tools_come_as_they_were_written(tmp_path, as_json):
     assert [row.tools for row in load(path=str(path))] == [(search,), (add, search), None]
 
 
-def test_hub_id_goes_to_the_hub_with_everything_said(monkeypatch):
+def test_hub_id_goes_to_the_hub_with_every_setting(monkeypatch):
     asked = {}
 
     def load_dataset(path, **options):

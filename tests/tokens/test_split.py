@@ -97,7 +97,7 @@ def test_deduplicate_is_idempotent_and_leaves_no_twins(rows):
 IDS = st.lists(st.text(min_size=1, max_size=4), min_size=2, max_size=30, unique=True)
 
 
-def test_who_is_held_out_never_changes():
+def test_the_held_out_prompts_never_change():
     # Runs are compared on the same held-out prompts: the choice itself is the promise.
     ids = [content_hash(text_row(f"prompt {number}")) for number in range(40)]
     assert sorted(held_out(ids, 4)) == [6, 11, 20, 38]

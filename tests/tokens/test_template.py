@@ -190,7 +190,7 @@ def test_fingerprint_changes_with_what_changes_prompts(plain_tokenizer, chat_tok
     assert "are ignored" in caplog.text
 
 
-def test_a_template_writes_the_day_it_is_told():
+def test_a_template_writes_the_given_day():
     tokenizer = make_tokenizer(
         '{% if strftime_now is defined %}{% set day = strftime_now( "%d %b %Y") %}{% endif %}{{ day }}'
         "{{ strftime_now('%Y') | int + 1 }}"

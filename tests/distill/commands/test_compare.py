@@ -218,7 +218,7 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
     assert judge_gates(result, [], others_too=True)[1] == []
 
 
-def test_what_could_have_been_seen_is_said_with_its_chance():
+def test_what_could_have_been_seen_is_reported_with_its_chance():
     effects = example_result()["verdict"]["gain"] | {"prompts": 20, "corrected_confidence": 0.95, "speed_up": None}
     effects |= {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
     effects |= {"certain_tau": "none", "minimal_detectable": {"tau": 0.2}}
@@ -262,7 +262,7 @@ def test_a_gate_is_about_the_first_draft(tiny_run, worse, gate, shut, words):
         assert f"below {float(gate.split('=')[1]):g} (--fail-below {gate})" in result.failures[0]
 
 
-def test_several_gates_and_being_worse_are_told_in_a_line_each(tiny_run, worse):
+def test_several_gates_and_being_worse_are_reported_in_a_line_each(tiny_run, worse):
     home = tiny_run
     result, status = compare_command(
         options(worse, tiny_run, on=home, fail_below=["tau=50", "alpha=0", "alpha=2", "others"])

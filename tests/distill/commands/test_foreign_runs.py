@@ -87,7 +87,7 @@ def test_remote_code_is_trusted_on_this_command_line_alone(command: str, foreign
     assert not (tmp_path / "ran").exists()
 
 
-def test_where_it_is_said_it_runs(foreign: Path, tmp_path: Path) -> None:
+def test_it_runs_where_the_message_says(foreign: Path, tmp_path: Path) -> None:
     """So the attack above is one."""
     assert load_frozen_text(foreign, trusted=True).target.side
     assert (tmp_path / "ran").exists()

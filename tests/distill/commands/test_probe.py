@@ -141,7 +141,7 @@ def test_the_result_is_whole_and_written(measured, folder):
     assert [about.greedy_alpha is None for about in measured.texts] == [True, False]
 
 
-def test_rows_and_repetition_are_told_before_training(measured):
+def test_rows_and_repetition_are_reported_before_training(measured):
     carved, rows = measured.drafts[0], rows_of(measured)
     for text, rule in (("temperature 0", "greedy"), ("temperature 1", "sample")):
         assert rows["prompt-lookup", text, rule, 1].speed_up >= 1.0
@@ -171,7 +171,7 @@ def test_rows_and_repetition_are_told_before_training(measured):
     assert draft_sentence(carved, measured.lookups[1].speed_up) in measured.sentence
 
 
-def test_a_target_that_loops_is_said_so_in_the_sentence(given, monkeypatch):
+def test_a_target_that_loops_is_reported_in_the_sentence(given, monkeypatch):
     answer = answers.frozen_responses
 
     def looping(*args: Any, **options: Any) -> list[HeldoutResponse]:
@@ -202,7 +202,7 @@ def test_given_times_are_used_and_nothing_is_timed_and_all_is_the_same_twice(giv
 
 
 @pytest.mark.parametrize(("prompts", "seen"), [(5, None), (6, 0.08), (6, None)])
-def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
+def test_what_could_be_seen_is_reported_with_its_chance(measured, prompts, seen):
     prospect = replace(measured.drafts[0], detectable_alpha=seen)
     settings = replace(measured.settings, prompts=prompts)
     text = "\n".join(probe_lines(replace(measured, drafts=[prospect], settings=settings)))
@@ -210,7 +210,7 @@ def test_what_could_be_seen_is_said_with_its_chance(measured, prompts, seen):
     assert ("detect a gain of 0.080 in alpha with 80 % probability" in text) == (seen is not None)
 
 
-def test_memory_is_said_when_it_is_asked_for(given):
+def test_memory_is_reported_on_request(given):
     result = probe(replace(given, server="1GB,4,64"))
     (row,) = result.memory.drafts
     assert row.capacity.fits

@@ -381,7 +381,7 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("strange", ["sample", "sample-untruncated"])
-def test_rules_of_one_tau_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
+def test_rules_of_one_tau_are_distinguished_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
     def predict(_: Any, rule: Rule, gamma: int) -> Predicted:
         return Predicted(rule, gamma, 1.6 if rule.draws else 1.2, (1.5, 1.7), 0.0, True)
 

@@ -125,7 +125,7 @@ def test_a_template_that_writes_the_date_crosses_midnight(
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("s*.arrow*")} == before
 
 
-def test_a_store_is_made_and_told(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_is_made_and_reported(config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = respond(config_path, tmp_path)
     assert facts is not None
     store, config = stored(config_path, tmp_path)
@@ -212,7 +212,9 @@ def test_a_signal_of_another_target_is_not_taken(config_path: Path, topk_run: Pa
     )
 
 
-def test_an_objective_that_the_signal_cannot_serve_is_told_before_the_work(config_path: Path, tmp_path: Path) -> None:
+def test_an_objective_that_the_signal_cannot_serve_is_reported_before_the_work(
+    config_path: Path, tmp_path: Path
+) -> None:
     text = refused(lambda: respond(config_path, tmp_path, "data.mix.student=1"))
     assert "signal.source: store has only the target's responses" in text
     assert not (tmp_path / "tiny").exists()

@@ -316,7 +316,7 @@ def test_an_engine_that_counts_by_counters_alone_is_compared_at_every_load(
 
 
 @pytest.mark.usefixtures("_quick")
-def test_what_speed_needs_is_said_before_anything_is_asked(judged: Path) -> None:
+def test_missing_inputs_of_speed_are_reported_before_any_request(judged: Path) -> None:
     url = "http://127.0.0.1:9"
     assert "with --plain" in refused(readback_command, ReadbackOptions(url, judged, speed=True))
     (judged / ENGINE_COSTS).unlink()

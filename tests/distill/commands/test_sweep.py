@@ -380,7 +380,7 @@ def rows_from(tmp_path: Path, taus: dict[str, list[float]]) -> tuple[Any, list[R
     return sweep, summarise(sweep, trials, found)
 
 
-def test_what_cannot_be_told_from_the_best_is_marked(tmp_path: Path) -> None:
+def test_what_cannot_be_distinguished_from_the_best_is_marked(tmp_path: Path) -> None:
     taus = {"tv": [2.0, 2.1, 2.2], "jsd": [2.05, 2.1, 2.0], "forward_kl": [1.0, 1.05, 1.1], "ce": []}
     sweep, rows = rows_from(tmp_path, taus)
     notes = [(row.values["loss.name"], row.note) for row in rows]

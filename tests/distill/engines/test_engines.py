@@ -124,7 +124,7 @@ def calls_of(command):
     return command.splitlines()[-1]
 
 
-def test_lookup_without_a_draft_is_told_at_what_it_was_timed_with():
+def test_lookup_without_a_draft_is_reported_at_the_timed_setting():
     line = others(replace(GOOD, lookup=LOOKUP_ALONE))[-1]
     command = re.search("`(vllm .*?)`", line)[1]
     _, given = options(command)

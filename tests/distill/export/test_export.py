@@ -410,7 +410,7 @@ def test_a_long_entry_does_not_bury_the_card(tmp_path, student_dir, target_dir):
     assert "+++" in (tmp_path / "out" / "provenance.json").read_text()
 
 
-def test_no_gain_is_said_plainly(tmp_path, student_dir, target_dir):
+def test_no_gain_is_reported_plainly(tmp_path, student_dir, target_dir):
     verdict = make_verdict([timed(DRAFT, 0, speed_up=1.0)], run=TARGET, pays=False, headline="It cost time.")
     report = export(student_dir, target_dir, tmp_path / "out", verdict=verdict)
     assert (report.gain, report.gamma) == (False, 5)

@@ -78,7 +78,7 @@ class Known:
         return "its own"
 
 
-def test_the_converter_is_told_only_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_converter_gets_only_options_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = check("llama.cpp", replace(GOOD, pre_tokenizer="smollm"))
     (*python, code, name, model, option, out), *_ = calls(verdict.command)
     words = ["smollm", GOOD.target, "--outfile", f"{GOOD.draft}-target.gguf"]

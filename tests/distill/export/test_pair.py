@@ -157,7 +157,7 @@ def test_another_bos_breaks_only_if_the_target_adds_one(target, draft, name, cha
 WINDOWS = {"kind": "gemma2", "num_hidden_layers": 2, "sliding_window": 16}
 
 
-def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_path):
+def test_what_may_not_start_in_an_engine_is_reported_with_its_thread(target, tmp_path):
     (one,) = found(target, write(tmp_path / "windows", **WINDOWS))
     assert (one.breaks, one.engines) == (False, (VLLM,))
     assert all(
@@ -189,7 +189,7 @@ def test_what_may_not_start_in_an_engine_is_said_with_its_thread(target, tmp_pat
 
 
 @pytest.mark.parametrize("plain_loads", [{}, {"vLLM": [64]}])
-def test_a_row_of_gamma_0_of_an_export_is_said(target, draft, plain_loads):
+def test_a_row_of_gamma_0_of_an_export_is_reported(target, draft, plain_loads):
     facts = {
         "target": "t",
         "draft": "d",

@@ -15,7 +15,7 @@ from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 VOCAB, BLOCK = 3, 3
 
 
-def test_a_start_is_kept_to_each_depth_as_often_as_said() -> None:
+def test_a_start_is_kept_to_each_depth_with_its_probability() -> None:
     mask = np.arange(4006) >= 6
     depths = drawn_depths(np.random.default_rng(1), mask, 4, 0.7)
     assert not depths[:6].any()

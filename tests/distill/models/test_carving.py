@@ -230,7 +230,7 @@ def test_layers_that_no_config_describes_are_refused(kind: str, kept: tuple[int,
     assert "cannot keep these layers as they are (" in text
 
 
-def test_a_layer_that_counts_its_number_is_told_apart() -> None:
+def test_a_layer_that_counts_its_number_is_distinguished() -> None:
     target = tiny_model("gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
     assert "attn.scaling of layer 1 would be" in refused(carve, target, (1, 3))
     assert carve(target, (0, 1)).config.n_layer == 2

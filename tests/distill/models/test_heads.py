@@ -67,7 +67,7 @@ def test_training_mode_survives_the_check() -> None:
     assert model.training
 
 
-def test_what_a_row_holds_is_told_and_not_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_content_of_a_row_is_passed_and_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hidden states that transformers gives when it asks."""
     model = tiny_model("gemma2", sliding_window=4)
     ids_BT = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))

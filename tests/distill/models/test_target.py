@@ -117,7 +117,7 @@ def test_logits_are_numbers_and_a_head_may_forbid_tokens(value: float, legal: bo
         assert "its logits in float32 are not numbers" in refused(lambda: target.facts)
 
 
-def test_what_overflows_and_what_is_no_number_are_told_apart() -> None:
+def test_what_overflows_and_what_is_no_number_are_distinguished() -> None:
     for value, text in ((1e6, "values up to 1e.06, too large for float16"), (float("nan"), "is not a number")):
         model = tiny_model()
         with torch.no_grad():
@@ -216,7 +216,7 @@ def test_files_that_differ_on_the_end_of_a_response_are_all_heard(
     assert all(words and words in note and "\n" not in note for note in notes)
 
 
-def test_settings_of_the_targets_own_file_that_are_not_measured_are_said(tmp_path: Path) -> None:
+def test_settings_of_the_targets_own_file_that_are_not_measured_are_reported(tmp_path: Path) -> None:
     ends = {"config": TURN, "generation_config": TURN, "tokenizer": TURN}
     target = chat_target(tmp_path, ends, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.3, do_sample=True)
     (note,) = target_notes(target.side, SamplingSettings(1.0, 20, 1.0))

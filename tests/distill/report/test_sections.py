@@ -129,7 +129,7 @@ def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     assert said.startswith("Timed: 1.36x at gamma 3. The curve is predicted from c = 0.26 at batch 1: gamma 2 to 4 are")
 
 
-def test_live_and_replay_are_of_one_run_and_always_told(result: dict[str, Any]) -> None:
+def test_live_and_replay_are_of_one_run_and_always_reported(result: dict[str, Any]) -> None:
     best = result["verdict"]
     tau, replayed = (
         best["live_tokens"] / best["replay_check"][blocks] for blocks in ("live_blocks", "predicted_blocks")
@@ -174,7 +174,7 @@ def test_commands_for_a_draft_without_gain_carry_a_warning(
     assert [part.kind for part in sections_of(made)["serve"]] == (["warning", "serve"] if said else ["serve"])
 
 
-def test_what_was_run_is_told(result: dict[str, Any]) -> None:
+def test_what_was_run_is_reported(result: dict[str, Any]) -> None:
     assert ("prompts timed", "7") in run_facts(view_of(result))
     steps = sections_of(result)["steps"], sections_of(not_timed(result))["steps"]
     assert ["decoded live" in made[0] for made in steps] == [True, False]

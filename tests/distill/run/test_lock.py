@@ -113,7 +113,7 @@ def test_what_writes_into_a_run_that_is_in_use_is_refused(config: RunConfig, tmp
     check_writable("--out", run / "here.json")
 
 
-def test_a_holder_is_told_whatever_its_words_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_is_reported_whatever_its_words_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["understudy", "m\udcfcller.yaml"])
     with hold(tmp_path):
         assert (tmp_path / HOLDER).read_text().endswith("'m?ller.yaml'\n")

@@ -128,7 +128,7 @@ def test_a_run_with_checkpoints_keeps_its_prompts(tmp_path: Path) -> None:
     assert json.loads((run / PROMPTS / "manifest.json").read_text())["heldout"] == 8, "nothing is lost"
 
 
-def test_checkpoints_of_unknown_prompts_go_no_further(tmp_path: Path) -> None:
+def test_checkpoints_of_unknown_prompts_are_refused(tmp_path: Path) -> None:
     """As an earlier version left them: a new split could judge what they were trained on."""
     run, data = tmp_path / "run", data_of(tmp_path)
     (run / CHECKPOINTS).mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
         ("long", "every prompt is too long (8 left out)"),
     ],
 )
-def test_a_mistake_that_all_rows_share_is_told_though_bad_rows_are_dropped(
+def test_a_mistake_that_all_rows_share_is_reported_though_bad_rows_are_dropped(
     tmp_path: Path, mistake: str, words: str
 ) -> None:
     conversations = [{"messages": []}, *({"messages": [user(f"question {number}")]} for number in range(8))]

@@ -82,7 +82,9 @@ def test_a_token_without_a_row_is_found_in_its_row_before_the_first_answer(
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_pad_token_without_a_row_trains_and_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pad_token_without_a_row_trains_and_is_reported_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = with_tokens_without_rows(tmp_path)
     steps = ["data.bad_rows=drop", "train.steps=1", "judge.every=1", "judge.prompts=4", "judge.live=never"]
     assert train.main([str(config), *steps]) == 0

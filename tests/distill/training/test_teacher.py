@@ -201,7 +201,7 @@ def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(asked) == 4, "nothing is kept"
 
 
-def test_a_broken_target_is_told(tmp_path: Path) -> None:
+def test_a_broken_target_is_reported(tmp_path: Path) -> None:
     teacher, online = capturing(tmp_path)
     dense = online.teacher.signal(batch_of(2))
     dense.hidden_RD[-1] = torch.nan

@@ -57,7 +57,7 @@ def test_tau_is_that_of_the_proposal_log(result: dict, tiny_run: Path) -> None:
     assert len(drafted) <= blocks  # a block that drafted nothing (no room left) leaves no row
 
 
-def test_the_token_view_tells_who_wrote_every_token_of_the_logged_run(result: dict, tiny_run: Path) -> None:
+def test_the_token_view_shows_the_source_of_every_token_of_the_logged_run(result: dict, tiny_run: Path) -> None:
     log = pq.read_table(tiny_run / "proposals.parquet").to_pandas()
     responses = result["token_view"]["responses"]
     assert len(responses) == min(8, result["verdict"]["prompts"])

@@ -59,7 +59,7 @@ def ways(pair, history=True):
     return ways_of(setup, TARGET, scored)
 
 
-def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_counts(pair):
+def test_every_way_has_its_best_gamma_and_the_blocks_that_decoding_counts(pair):
     frozen, scores, _ = pair
     found = {one.name: one for one in ways(pair)}
     assert list(found) == [BEST, LOOKUP, PAST, LOOKUP_DRAFT]
@@ -82,7 +82,7 @@ def test_everybody_has_the_gamma_that_pays_most_and_the_blocks_that_decoding_cou
     assert "judged prompts" in without[LOOKUP].tuned_on
 
 
-def test_a_contest_times_everybody_and_tells_who_is_faster(pair):
+def test_a_contest_times_every_way_and_reports_the_faster(pair):
     setup, _ = asked(pair)
     timing = time_ways(setup, TARGET, ways(pair), BEST)
     assert {name: len(of) for name, of in timing.samples.items()} == dict.fromkeys(
@@ -109,7 +109,7 @@ def estimates_of(speed_ups, prompts, noise):
     return SpeedEstimates(samples, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
 
 
-def test_who_certainly_loses_is_timed_no_further_but_the_question_is_until_it_is_known():
+def test_a_way_that_is_certainly_slower_is_not_timed_any_more_but_close_ways_are():
     rough = estimates_of({BEST: 1.5, LOOKUP: 0.8, LOOKUP_DRAFT: 1.6}, 8, 0.2)
     names = [BEST, LOOKUP, LOOKUP_DRAFT]
     assert worth_timing(rough, names, BEST) == [BEST, LOOKUP_DRAFT]

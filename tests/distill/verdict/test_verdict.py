@@ -290,7 +290,7 @@ def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run
             assert row.how["speed_up"] == "timed"
 
 
-def test_a_lookup_that_cannot_be_told_from_the_draft_is_said_so():
+def test_a_lookup_as_fast_as_the_draft_is_reported():
     noisy = [1.9, 1.1, 1.7, 1.2, 1.6, 1.3]
     free = {UNDISTILLED: jittered(FAST, 0.6), LOOKUP: noisy, LOOKUP_DRAFT: jittered(FAST, 0.9)}
     found = verdict(evidence_of(0.1, FAST, free=free))

@@ -218,7 +218,7 @@ def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_not
         ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "FixedGamma\\(3\\)"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_the_first_event(others, arguments, message):
+def test_what_cannot_be_done_is_reported_before_the_first_event(others, arguments, message):
     said = refused(lambda: streamed(settings_of(GREEDY, "greedy", 3, **others), **arguments))
     assert re.search(message, said)
 

@@ -100,7 +100,7 @@ def test_looked_up_rows_are_one_hot_beside_the_drafts_probabilities(found):
     assert mixed.peaks_RG is peaks_RG
 
 
-def test_the_second_is_asked_only_when_an_active_row_needs_it_and_always_told():
+def test_the_second_proposes_only_when_an_active_row_needs_it_and_always_gets_the_text():
     first, then = Scripted("first", chains([1], [], [2])), Scripted("then", chains([7], [8], [9]))
     mixed = asked(LookupDraft(first, then), 1, 3, active=(0, 2))
     assert mixed.ids_RG.tolist() == [[1], [0], [2]]
@@ -223,7 +223,7 @@ def accepted_of_the_draft(cascade: LookupDraft, gamma: int = 3) -> tuple[list[bo
     return passed, sources
 
 
-def test_the_second_drafter_never_believes_what_was_not_said(monkeypatch):
+def test_the_second_drafter_never_reads_tokens_that_were_not_emitted(monkeypatch):
     """The target as its own draft is always right, unless it remembers tokens that another drafter's replaced."""
     cascade = LookupDraft(SecondBest(), ModelDrafter(TARGET))
     passed, sources = accepted_of_the_draft(cascade)

@@ -155,7 +155,7 @@ def test_other_ways_to_decode_leave_the_text_alone() -> None:
         assert expected_blocks_of(scores, Rule.named("greedy"), (4,))[:, 0].tolist() == [one.blocks for one in live]
 
 
-def test_who_cannot_draft_in_parallel_is_refused_in_one_line() -> None:
+def test_a_draft_that_is_not_parallel_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="has no mask token"):
         ParallelDrafter(TARGET)
     texts, _ = decode(TARGET, None, prompts_of([4]), DecodeSettings(max_tokens=4))

@@ -279,7 +279,7 @@ def test_what_a_model_is_now_counts(change: str) -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 2**20, 2**22])
-def test_memory_that_ends_inside_threads_is_said_too(spare: int) -> None:
+def test_memory_that_ends_inside_threads_is_reported_too(spare: int) -> None:
     """An exception that leaves a parallel region, and a thread that cannot be started, would end the process."""
     vocab, prompts = 400_000, [("a", [1, 2, 3]), ("b", [4, 5, 6])]
     sizes = {"vocab_size": vocab, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_hidden_layers": 1}

@@ -65,7 +65,7 @@ def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module]
     assert facts_of(model) == {}
 
 
-def test_it_sees_tensor_subclasses_and_who_listens() -> None:
+def test_it_sees_tensor_subclasses_and_hooks() -> None:
     class Packed(torch.Tensor):
         """A weight of another class, as quantisation makes."""
 

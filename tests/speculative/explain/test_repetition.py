@@ -67,7 +67,7 @@ def test_a_greedy_model_that_loops_is_called_looping():
     assert "serving.temperature" in found.warning
 
 
-def test_ordinary_code_is_not_and_domains_are_told_apart():
+def test_ordinary_code_is_not_and_domains_are_distinguished():
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     texts = []
     for path in sorted((ROOT / "speculative").glob("*/*.py")):

@@ -44,7 +44,7 @@ def test_entropies_equal_one_text_at_a_time(texts, monkeypatch):
         np.testing.assert_allclose(chunked, entropies, rtol=1e-4, atol=1e-5)  # float32, other shapes
 
 
-def test_rows_that_can_never_be_said_do_not_spoil_the_entropy(texts):
+def test_tokens_of_probability_zero_do_not_spoil_the_entropy(texts):
     padded = tiny_model()
     hook = padded.lm_head.register_forward_hook(
         lambda module, args, logits: logits.index_fill(-1, torch.arange(40, VOCAB), -torch.inf)

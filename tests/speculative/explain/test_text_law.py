@@ -59,7 +59,7 @@ def test_the_targets_own_text_passes_at_about_its_level(target: Any) -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingSettings(1.6), SamplingSettings(0.3), GREEDY, SamplingSettings(0.8, 3)], ids=str
 )
-def test_other_settings_are_told_apart_and_found(target: Any, sampling: SamplingSettings) -> None:
+def test_other_settings_are_distinguished_and_found(target: Any, sampling: SamplingSettings) -> None:
     texts = texts_at(target, sampling)
     found = text_law(target, texts, SETTINGS)
     assert not found.same

@@ -152,7 +152,7 @@ def test_the_cascade_equals_its_recursion(rule, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_blocks_are_paid_by_who_proposes_and_in_a_batch_by_the_widest():
+def test_blocks_cost_what_the_proposer_costs_and_in_a_batch_the_widest():
     blocks = Blocks(np.array([[3]]), np.array([[2]]))
     one = StepCosts(2.0, {4: 1.0}, {4: 3.0}, batch_size=1, context=0)  # v(4) = 1.5, 4 c = .5
     assert found_steps(blocks, (4,), one)[0, 0] == pytest.approx(3 * 1.5 + 2)

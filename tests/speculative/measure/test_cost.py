@@ -90,7 +90,7 @@ def test_a_block_of_a_parallel_draft_costs_one_call_at_every_gamma():
     assert [gamma * given.cost_ratio_at(gamma) for gamma in (1, 4, 16)] == [0.25, 0.25, 0.25]
 
 
-def test_a_best_gamma_is_said_only_as_far_as_it_is_known():
+def test_a_best_gamma_is_reported_only_as_far_as_it_is_known():
     taus = {gamma: iid_tau(0.8, gamma) for gamma in range(1, 17)}
     exact = StepCosts(1.0, {1: 0.1}, {1: 1.0, 16: 1.0}, batch_size=1, context=1)
     speed = {gamma: taus[gamma] / (0.1 * gamma + 1.0) for gamma in taus}

@@ -118,7 +118,7 @@ def test_requests_that_do_not_overlap_are_not_counted_together() -> None:
 
 
 @pytest.mark.parametrize(("shift", "unsteady"), [(1.0, []), (3.0, [4])])
-def test_repeats_that_differ_by_more_than_a_block_are_told(shift: float, unsteady: list[int]) -> None:
+def test_repeats_that_differ_by_more_than_a_block_are_reported(shift: float, unsteady: list[int]) -> None:
     """One of three repeats at load 4 has other plain steps."""
     engine = (1e-3, 1e-4, 2e-4, 0.0)
     seconds = {(load, gamma): block_seconds(load, gamma, engine) for load in (1, 4) for gamma in GAMMAS}

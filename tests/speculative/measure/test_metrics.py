@@ -188,7 +188,7 @@ def test_a_curve_is_its_parts(rule):
     np.testing.assert_allclose(alone.tau_ci[0], curve.tau_ci[5], rtol=1e-12)
 
 
-def test_nothing_to_replay_is_said():
+def test_nothing_to_replay_is_reported():
     with pytest.raises(UserError, match="no response token"):
         rule_curve([], [], Rule.named("sample"), survival_gamma=3)
     empty = TokenScores(*[np.zeros(0)] * 4)

@@ -195,7 +195,7 @@ def test_the_ratio_estimator_is_narrower_than_the_timed_prompts_alone():
     assert np.std(speed_ups) < 0.6 * np.std(plain)
 
 
-def test_everybody_runs_on_the_first_prompts_and_then_only_who_is_worth_it():
+def test_every_way_runs_on_the_first_prompts_and_then_only_the_promising_ones():
     target = tiny_model()
     draft = perturbed(target, 0.03)
     ways = [Way("draft", lambda: ModelDrafter(draft), 2), Way("lookup", PromptLookup, 3)]

@@ -362,7 +362,7 @@ def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
     assert abs(taus[0] - taus[1]) < 3.5 * math.hypot(*errors)
 
 
-def test_a_draft_that_truncates_nothing_is_told_from_one_that_samples_like_the_target():
+def test_a_draft_that_truncates_nothing_is_distinguished_from_one_that_samples_like_the_target():
     worse, settings = (
         perturbed(TARGET, 0.05),
         DecodeSettings(SamplingSettings(1.0, top_k=4), 4, Rule.named("sample-untruncated"), 60),
