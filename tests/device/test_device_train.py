@@ -64,7 +64,7 @@ def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: py
         return result
 
     monkeypatch.setattr(Trainer, "step", counted)
-    monkeypatch.setattr(train, "conclude", lambda *_: None)
+    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
     assert run(tmp_path, "judge.live=never") == 0
     reads, micro_batches, tensors = 3, 2, 3  # ids, rows, labels
     assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
@@ -92,7 +92,7 @@ def test_the_micro_batch_is_the_largest_that_a_trial_step_fits(
     monkeypatch.setattr(micro_batch, "trial_step", trial)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: sizes[-1] * gib_each * 2**30)
     monkeypatch.setattr(train, "judge_all", lambda loop, _: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
-    monkeypatch.setattr(train, "conclude", lambda *_: None)
+    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
     assert run(tmp_path, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
     assert trained == [expected]
     printed = capsys.readouterr().out
