@@ -64,7 +64,7 @@ class Evidence(ScoredDrafts):
 
     @property
     def best(self) -> NamedDraft:
-        """The draft in setup."""
+        """The draft in question."""
         return self.drafts[-1]
 
     @property
@@ -124,7 +124,7 @@ def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], known: M
 
 
 def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts, first: Timing) -> Loads:
-    """Time the draft in setup, the baselines that need no training and lookup before the draft, at each of judge.load.
+    """Time the draft in question, the baselines that need no training and lookup before the draft, at each of judge.load.
 
     Two passes over the loads. The first times the steps of both models: they give the roofline and, with tau by replay on all
     held-out prompts, the best gammas of each load. The second times blocks at those gammas and plain steps in turn, with every row

@@ -23,7 +23,7 @@ CROSS_FIT_BELOW = 64
 class JudgingSetup:
     """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
-    looks: number of judged drafts of which the one in setup is the best; its intervals are widened for them.
+    looks: number of judged drafts of which the one in question is the best; its intervals are widened for them.
     decoding: decodes what is not timed.
     """
 
@@ -64,5 +64,5 @@ class JudgingSetup:
         return 2 <= len(set(self.keys)) < CROSS_FIT_BELOW
 
     def confidence(self, picked: bool) -> float:
-        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in setup."""
+        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in question."""
         return confidence_of(self.looks if picked else 1)

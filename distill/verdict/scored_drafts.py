@@ -59,9 +59,9 @@ FEW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDrafts:
-    """The drafts to judge, with scores and step times. The last candidate is the draft in setup.
+    """The drafts to judge, with scores and step times. The last candidate is the draft in question.
 
-    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in setup: its other way
+    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in question: its other way
     of drafting if it has one (the slower one by replay and step times), under a name of `WAYS`, and the quantized draft.
     """
 
@@ -122,7 +122,7 @@ def _predicted(scores: Sequence[TokenScores], rule: Rule, costs: StepCosts) -> f
 def ways_of(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts) -> list[Way]:
     """Every draft, prompt lookup, past responses if there are any, lookup before the draft, the ways listed in judge.ways, and lossy ones.
 
-    The draft after the lookup is the variant of the draft in setup that needs the fewest target steps.
+    The draft after the lookup is the variant of the draft in question that needs the fewest target steps.
     """
     scores, best = scored.scores[setup.rule], scored.drafts[-1]
     ways = {
