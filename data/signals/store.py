@@ -251,7 +251,7 @@ class SignalStore:
     def _damaged(self, name: str, damage: DamagedShard) -> None:
         """With repair, delete a damaged file; otherwise raise."""
         if not self._repair:
-            raise damage
+            raise UserError(f"{damage.fault}; run {self.again} to make its rows again") from damage
         if damage.path.exists():
             print(f"understudy: {damage.fault}; its rows are computed again", file=sys.stderr)
             damage.path.unlink(missing_ok=True)

@@ -198,7 +198,9 @@ def test_a_damaged_file_is_refused_by_name_or_made_again(
         return store
 
     for call in (whole, lambda: opened(tmp_path).read([2])):
-        assert refused(call).startswith(f"{path}: damaged shard (")
+        message = refused(call)
+        assert message.startswith(f"{path}: damaged shard (")
+        assert message.endswith("--signal topk` to make its rows again")
     if harm == "flip":
         assert same(opened(tmp_path).read([0, 1, 4, 5]), joined([rounded(signal_of(n)) for n in (0, 1, 4, 5)]))
     repairing, beside = opened(tmp_path, repair=True), opened(tmp_path, repair=True)
