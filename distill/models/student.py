@@ -27,7 +27,7 @@ from distill.models.vocabulary import (
     untie_for_adapters,
     vocabulary_rows,
 )
-from speculative.engine.models import evaluating, mask_token_of, max_positions
+from speculative.engine.models import MASK_TOKEN_KEYS, evaluating, mask_token_of, max_positions
 from speculative.errors import UserError
 
 # Tokens of a sequence if neither a model nor the config sets a limit.
@@ -149,6 +149,8 @@ def _pretrained(
     if config.vocabulary == "transplant":
         if agreement.verdict == "refuse":
             notes["vocabulary"] = transplant_vocabulary(student, own_tokenizer, tokenizer, rows).as_dict()
+            for key in MASK_TOKEN_KEYS:  # In the target's vocabulary its id is another token.
+                vars(student.config).pop(key, None)
             return student
         notes["vocabulary"] = {"exact_share": 1.0}  # nothing to transplant: the vocabularies agree
     refuse_rowless(require_agreement(agreement), tokenizer, texts)

@@ -113,6 +113,16 @@ def test_a_donor_of_another_family(tmp_path: Path) -> None:
     json.dumps(notes)
 
 
+def test_a_donors_mask_token_is_not_a_token_of_the_target(tmp_path: Path) -> None:
+    model = donor(tmp_path / "donor")
+    model.config.pard_token = 310
+    model.save_pretrained(tmp_path / "donor")
+    options = {"init": "pretrained", "path": str(tmp_path / "donor"), "vocabulary": "transplant", "parallel": {}}
+    notes: dict[str, Any] = {}
+    student = student_of(tmp_path, options, notes=notes)
+    assert student.config.pard_token == notes["parallel"]["mask_token"] < TOKENS
+
+
 @pytest.mark.parametrize(
     ("student", "said"),
     [
