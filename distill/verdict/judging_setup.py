@@ -64,5 +64,5 @@ class JudgingSetup:
         return 2 <= len(set(self.keys)) < CROSS_FIT_BELOW
 
     def confidence(self, picked: bool) -> float:
-        """Confidence of one interval, so that the intervals of all looks hold jointly at 95 %. picked: it is about the draft in question."""
+        """Confidence of one interval, so that those of all looks hold jointly at 95 %. picked: it is about the draft in question."""
         return confidence_of(self.looks if picked else 1)
