@@ -25,6 +25,7 @@ from speculative.errors import UserError
 
 FORMAT = 5
 _FACTS = {"key": pa.uint64(), "tokens": pa.int32(), "tail_sum": pa.float64(), "tail_max": pa.float64()}
+_SCHEMA = pa.schema({**_FACTS, **{name: pa.list_(kind) for name, kind in COLUMNS.items()}})
 _PLACE = np.dtype([("file", "<i4"), ("row", "<i4"), ("tail_sum", "<f8"), ("tail_max", "<f8")])
 
 SignalManifest = dict[str, str | float]
@@ -119,9 +120,12 @@ class SignalStore:
         return f"`understudy respond {self.folder.parents[1] / 'config.yaml'} --signal topk`"
 
     def faults(self) -> list[str]:
-        """Possible reasons for missing rows: a signal made with other settings."""
-        settings = next(iter(self._others.values()), None)
-        return [] if settings is None else [f"the existing signal was {other_key(json.loads(settings), self.manifest)}"]
+        """Possible reasons for missing rows: a signal made with other settings. UserError if its file is damaged."""
+        if not self._others:
+            return []
+        name, settings = next(iter(self._others.items()))
+        self._shards.verify([name])
+        return [f"the existing signal was {other_key(json.loads(settings), self.manifest)}"]
 
     def close(self) -> None:
         """Unmap the files. Written rows are already on disk."""
@@ -207,6 +211,9 @@ class SignalStore:
         if table.schema.metadata != self._settings:
             self._others[name] = (table.schema.metadata or {}).get(b"signal", b"{}")
             return
+        # The checksum is compared only when rows are read, so until then a damaged file can hold anything.
+        if table.schema != _SCHEMA or any(table[figure].null_count for figure in _FACTS):
+            raise DamagedShard(self.folder / name, "its columns are not those of a signal")
         keys, facts = (
             table["key"].to_numpy(),
             {figure: table[figure].to_numpy() for figure in ("tail_sum", "tail_max")},

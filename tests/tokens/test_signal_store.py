@@ -220,6 +220,29 @@ def test_a_file_that_another_rank_deleted_meanwhile_is_not_there(
     assert opened(tmp_path, repair=True).missing() == []
 
 
+def test_a_file_with_any_byte_flipped_or_of_any_length_is_refused_and_made_again(tmp_path: Path) -> None:
+    lengths = [2, 1]
+    store = filled(tmp_path, lengths)
+    (path,), expected = files(tmp_path), store.read([0, 1])
+    store.close()
+    content = path.read_bytes()
+
+    def read_back() -> None:
+        store = opened(tmp_path, lengths)
+        store.faults()
+        store.read([0, 1])
+
+    flips = [content[:at] + bytes([byte ^ 1 << at % 8]) + content[at + 1 :] for at, byte in enumerate(content)]
+    for number, harmed in enumerate([*flips, *(content[:size] for size in range(len(content)))]):
+        path.write_bytes(harmed)
+        refused(read_back)
+        if number % 7 == 0:
+            repairing = opened(tmp_path, lengths, repair=True)
+            assert repairing.lacking([0, 1]) == [0, 1], number
+    repairing.write({index: signal_of(index, lengths[index]) for index in (0, 1)})
+    assert same(opened(tmp_path, lengths).read([0, 1]), expected)
+
+
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.write({0: signal_of(0)})
