@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from pretend_cuda.ledger import LEDGER
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 
@@ -267,6 +268,28 @@ def test_what_was_recorded_under_other_conditions_is_not_found() -> None:
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().clone())
     stream.close()
     assert recorded() > 0
+
+
+def test_what_was_recorded_with_another_module_or_adapter_is_not_found() -> None:
+    """A module without weights, whose addresses would tell."""
+    adapted = get_peft_model(on_device(small()), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    target = adapted.get_base_model()
+
+    def recorded() -> int:
+        (found, timing), (eager, _) = (
+            decode(target, None, PROMPTS, RULES["plain"], batch_size=2, runner=how) for how in ("graph", "eager")
+        )
+        assert texts(found) == texts(eager)
+        return timing.recording_calls
+
+    assert recorded() > 0
+    assert recorded() == 0
+    with adapted.disable_adapter():
+        assert recorded() > 0
+    assert recorded() > 0
+    target.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert recorded() > 0
+    assert recorded() == 0
 
 
 def test_recordings_of_a_memory_share_a_pool_and_a_stream_and_no_cast_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from processes import run_child
 from tiny_models import VOCAB, prompts_of, texts, tiny_model
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -100,6 +101,14 @@ def test_positions_after_the_context_are_those_of_its_last_token() -> None:
             cached.prefill(TOKENS.numpy(), [0, 1], np.array([20, 20]))
             found.append(cached.feed(TOKENS[:, 20:26], np.array([20, 20]), 6))
     torch.testing.assert_close(*found, **SUMS)
+
+
+def test_bfloat16_differs_by_what_the_models_own_call_rounds() -> None:
+    model, exact = tiny_model(dtype=torch.bfloat16), tiny_model(dtype=torch.bfloat16).float()
+    found = logits(model, "compile"), logits(model, "eager"), logits(exact, "eager")
+    for ours, own, right in zip(*found, strict=True):
+        # Activations are rounded nowhere, keys and values are: nearer to float32 than the model's own call.
+        assert (ours - right).abs().mean() < 0.6 * (own - right).abs().mean()
 
 
 @pytest.mark.parametrize("keeper", ["torchao", "Int8Linear"])
@@ -276,6 +285,54 @@ def test_what_a_model_is_now_counts(change: str) -> None:
             head.weight.mul_(-1.0)  # as training does, in place
     found = [texts(decode(model, None, prompts, settings, runner=runner)[0]) for runner in ("auto", "eager")]
     assert found[0] == found[1]
+
+
+def _moved(model: torch.nn.Module) -> None:
+    other = tiny_model(seed=6).state_dict()
+    model.load_state_dict({name: weight.clone() for name, weight in other.items()}, assign=True)
+
+
+def _changed_in_place(model: torch.nn.Module) -> None:
+    model.load_state_dict(tiny_model(seed=6).state_dict())
+
+
+def _adapted(model: torch.nn.Module) -> None:
+    """peft's layers have their base layer's weight and bias."""
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False), model)
+
+
+def _wrapped(model: torch.nn.Module) -> None:
+    get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+
+
+def _swapped(model: torch.nn.Module) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def _other_frequencies(model: torch.nn.Module) -> None:
+    model.model.rotary_emb.inv_freq /= 3.0
+
+
+def _other_scaling(model: torch.nn.Module) -> None:
+    model.model.rotary_emb.attention_scaling = 3.0
+
+
+CHANGES = [_moved, _changed_in_place, _adapted, _wrapped, _swapped, _other_frequencies, _other_scaling]
+
+
+@pytest.mark.parametrize("decoded_before", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:LlamaForCausalLM runs eagerly")
+def test_what_changes_between_decode_calls_is_heard(change: Callable, decoded_before: bool) -> None:
+    model, settings = tiny_model(seed=5), DecodeSettings(SamplingSettings(0.7), 0, max_tokens=30)
+
+    def said(runner: str) -> list[list[int]]:
+        return texts(decode(model, None, prompts_of([9, 30]), settings, runner=runner)[0])
+
+    before = said("auto" if decoded_before else "eager")
+    with torch.no_grad():
+        change(model)
+    assert said("auto") == said("eager") != before
 
 
 @pytest.mark.parametrize("spare", [0, 2**20, 2**22])

@@ -1,6 +1,7 @@
 """Which models can be decoded: the architecture matrix against transformers' own `generate`, and who is refused."""
 
 import pytest
+import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from refusals import refused
 from tiny_models import VOCAB, generated, perturbed, prompts_of, texts, tiny_model
@@ -12,7 +13,9 @@ from speculative.drafters.early_exit import first_layers
 from speculative.engine.memory import cache_bytes, check_memory, free_bytes
 from speculative.engine.models import (
     check_decodable,
+    evaluating,
     max_positions,
+    without_autograd,
 )
 from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
@@ -127,6 +130,60 @@ def test_position_codes_that_follow_the_longest_text_are_kept_where_they_do_not_
         decode(target, None, prompts_of([17]), DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=24))
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     assert max_positions(dynamic.config) == 256
+
+
+def test_evaluating_restores_the_mode_of_every_module_and_keeps_gradients_off():
+    model = tiny_model("gpt2", n_layer=4).train()
+    shorter = first_layers(model, 2)  # made of modules in training mode
+    model.transformer.h[1].eval()  # a frozen part
+    before = [module.training for module in model.modules()]
+    seen = []
+
+    def fail():
+        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        raise KeyError
+
+    with pytest.raises(KeyError), evaluating(model, None, shorter):
+        fail()
+    assert seen == [(False, False)]
+    assert [module.training for module in model.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+def test_inference_mode_is_left_to_plain_calls_of_plain_weights():
+    class Packed(torch.Tensor):
+        """A weight of another class, as quantisation makes."""
+
+    model = tiny_model()
+    assert without_autograd("eager", model, None) is torch.inference_mode
+    assert without_autograd("graph", model) is torch.no_grad
+    embedding = model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().as_subclass(Packed), requires_grad=False)
+    assert without_autograd("eager", tiny_model(), model) is torch.no_grad
+
+
+def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_trained_with():
+    target, draft = tiny_model(), perturbed(tiny_model())
+    inference = []
+
+    def refresh(model, _):
+        # As position codes that follow the text do: a buffer made in the forward and left in the model.
+        inference.append(torch.is_inference_mode_enabled())
+        model.register_buffer("scale", torch.ones(32), persistent=False)
+
+    for model in (target, draft):
+        model.register_forward_pre_hook(refresh)
+    prompts = prompts_of([5, 9, 2])
+    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), max_tokens=12)
+    responses, _ = decode(target, ModelDrafter(draft), prompts, settings)
+    assert all(inference[-8:])  # outside decoding a model may be used in any mode
+    assert texts(responses) == generated(target, prompts, 12)
+    for model in (target, draft):
+        model.get_input_embeddings().register_forward_hook(lambda _, __, embedded, scale=model.scale: embedded * scale)
+        model._forward_pre_hooks.clear()
+        assert not any(buffer.is_inference() for buffer in model.buffers())
+        model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # an inference tensor is refused here
+        assert model.get_input_embeddings().weight.grad is not None
 
 
 def test_cache_memory_is_computed_from_what_the_layers_really_store():

@@ -100,6 +100,14 @@ def test_early_exit_and_adaptive_widths_work_with_recorded_calls(recorded):
     assert texts(responses) == generated(target, PROMPTS, 24)
 
 
+def test_buffers_made_in_inference_mode_serve_nobody_outside(recorded):
+    target, draft = tiny_model(), perturbed(tiny_model())
+    with torch.inference_mode():
+        expected, _ = decode(target, ModelDrafter(draft), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
+    responses, _ = decode(target, ModelDrafter(draft), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
+    assert texts(responses) == texts(expected)
+
+
 def refused_capture(function, inputs):
     raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import perturbed, prompts_of, tiny_model
 from torch import nn
 
@@ -63,6 +64,16 @@ def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module]
     change(model)
     assert Survey(model).state != before
     assert facts_of(model) == {}
+
+
+def test_adapters_that_are_switched_or_merged_change_the_state() -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    before = Survey(model).state
+    with model.disable_adapter():
+        assert Survey(model).state != before
+    assert Survey(model).state == before
+    model.merge_adapter()
+    assert Survey(model).state != before
 
 
 def test_it_sees_tensor_subclasses_and_hooks() -> None:
