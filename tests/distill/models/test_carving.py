@@ -1,5 +1,6 @@
 """Which layers and which MLP channels a carved draft keeps: fast measurements against slow ones, and trimming exactly."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from distill.models.carving.channels import channel_scores, sample_sequences, trim_mlps
 from distill.models.carving.layers import carve, layer_list, layers_only
 from distill.models.load import load_model
+from speculative.errors import UserError
 
 TEXTS = [ids for _, ids in prompts_of([9, 3, 14, 6, 11], seed=3)]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -170,7 +172,7 @@ RULES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], list[tuple[int, ..
             "global_head_dim": 16,
             "hidden_size_per_layer_input": 0,
         },
-        [(0, 3), (3,)],
+        [(0, 3), (1, 2, 3), (3,)],
         [(0, 1)],
     ),
     "gemma3n_text": (
@@ -185,10 +187,29 @@ RULES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], list[tuple[int, ..
             "activation_sparsity_pattern": [0.0] * 4,
             "intermediate_size": [64, 32, 64, 32],
         },
-        [(1, 3)],
+        [(1, 3), (0, 2)],
         [(0, 3)],
     ),
     "qwen3_moe": (EXPERTS | {"num_experts": 4, "mlp_only_layers": [0, 3]}, [(1, 3), (0, 3)], []),
+    "qwen2_moe": (
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2},
+        [(0, 1)],
+        [(1, 3), (0, 2)],
+    ),
+    "jamba": (
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+        [(0, 1)],
+        [(1, 3), (1, 2)],
+    ),
     "glm4_moe": (
         EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2},
         [(2, 3), (0, 3)],
@@ -221,6 +242,19 @@ def test_layers_that_differ_by_rule_are_carved_as_they_are(kind: str, kept: tupl
         torch.testing.assert_close(logits(draft), logits(target), rtol=0, atol=0)
     draft.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(load_model("draft", str(tmp_path))), logits(draft), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_no_layers_are_carved_into_another_model(kind: str) -> None:
+    target = ruled(kind)
+    for kept in (kept for count in (1, 2, 3) for kept in itertools.combinations(range(4), count)):
+        try:
+            draft = carve(target, kept)
+        except UserError:
+            refused(carve, target, kept)
+            continue
+        with layers_only(target, kept):
+            torch.testing.assert_close(logits(draft), logits(target), rtol=0, atol=0, msg=str(kept))
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(kind, kept) for kind, (*_, unfit) in RULES.items() for kept in unfit])

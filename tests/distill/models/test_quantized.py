@@ -105,3 +105,10 @@ def test_packed_weights_are_not_carved_and_the_format_is_named() -> None:
     projection = target.model.layers[0].mlp.up_proj
     projection.weight = torch.nn.Parameter(torch.zeros(64 * 32 // 2, 1, dtype=torch.uint8), requires_grad=False)
     assert re.search(r"packed \(awq\).*student\.path", refused(carve, target, (0,)))
+
+
+def test_a_quantisation_whose_library_is_missing_is_one_line(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    model.save_pretrained(tmp_path)
+    assert re.search(r"target\.path .* cannot be loaded", refused(load_model, "target.path", str(tmp_path)))

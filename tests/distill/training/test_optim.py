@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -9,7 +11,7 @@ from torch import nn
 
 from distill.config.sections import OptimConfig
 from distill.models.student import add_lora
-from distill.training.optim import DEFAULT_LR, Float32Muon, SpikeGuard, default_lr, make_optimizers
+from distill.training.optim import DEFAULT_LR, Float32Muon, SpikeGuard, default_lr, make_optimizers, make_schedules
 
 
 def groups_of(optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
@@ -74,6 +76,52 @@ def test_default_learning_rate_falls_with_size_and_adapters_take_their_own() -> 
     (optimizer,) = make_optimizers(small, OptimConfig())
     assert optimizer.param_groups[0]["lr"] == DEFAULT_LR[0][1]
     assert default_lr(add_lora(tiny_model(), 2, 4, "all-linear")) == DEFAULT_LR[0][2]
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
+    optim = OptimConfig(lr=1e-2, warmup_ratio=0.2)
+    optimizers, rates = make_optimizers(tiny_model(), optim), []
+    (schedule,) = make_schedules(optimizers, optim, 20)
+    for _ in range(21):
+        rates.append(schedule.get_last_lr()[0])
+        optimizers[0].step()
+        schedule.step()
+    assert rates[:5] == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01])
+    assert rates[4:] == sorted(set(rates[4:]), reverse=True)
+    assert (rates[12], rates[20]) == pytest.approx((1e-3 + 9e-3 * 0.5, 1e-3)), "a cosine between peak and floor"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_an_optimizer_learns(name: str) -> None:
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(128, 64), torch.randn(256, 128)
+    wanted = inputs @ torch.randn(128, 64)  # of variance 128
+    optimizers = make_optimizers(layer, OptimConfig(name=name, lr=3e-2))
+    with torch.compiler.set_stance("force_eager"):  # the same arithmetic, not compiled for half a minute
+        for _ in range(150):
+            loss = (layer(inputs) - wanted).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert float(loss.detach()) < 1e-3 * 128
+
+
+def test_adamw_is_fused_and_updates_as_the_plain_one() -> None:
+    torch.manual_seed(0)
+    fused = nn.Linear(6, 5)
+    plain = copy.deepcopy(fused)
+    (one,) = make_optimizers(fused, OptimConfig(lr=1e-2, weight_decay=0.1))
+    assert one.defaults["fused"]
+    groups = [{"params": [plain.weight], "weight_decay": 0.1}, {"params": [plain.bias], "weight_decay": 0.0}]
+    other = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), foreach=False, fused=False)
+    for layer, optimizer in ((fused, one), (plain, other)):
+        for step in range(5):
+            layer(torch.full((2, 6), float(step + 1))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Fused arithmetic rounds in another order.
+    torch.testing.assert_close(fused.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
 def test_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failures import full_disk
 from processes import killed_often, rank_statuses
+from refusals import refused
 from tiny_models import perturbed, prompts_of, tiny_model
 from tiny_training import TOKENS, fresh_accelerator, run_config, tiny_tokenizer
 from transformers import PreTrainedModel
@@ -308,6 +310,16 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
         assert same(trained, rounded)
     assert draft.dtype == torch.float32
     assert all(parameter.requires_grad for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize("kind", ["student", "speculative"])
+def test_a_full_disk_is_one_line_and_leaves_nothing_in_part(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.shards.write_bytes", full_disk)
+    config = config_of(tmp_path)
+    assert "No space left" in refused(lambda: made(rollouts_of(config), kind, 0, Draft(draft_model())))
+    assert not [*(config.folder / "rollouts").rglob("*.tmp"), *(config.folder / "rollouts").rglob("*.arrow")]
 
 
 def _asked_of_another_target(rank: int, config: RunConfig) -> None:

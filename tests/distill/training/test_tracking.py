@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -45,6 +46,14 @@ def test_a_torn_last_line_does_not_survive_a_resume(tmp_path: Path, torn: str) -
     metrics.cut_after(2)
     metrics.write(3, {"loss": 0.3})
     assert lines_of(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.3}]
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    metrics_in(tmp_path).write(1, {"loss": 0.5})
+    other = Metrics(tmp_path, SimpleNamespace(is_main_process=False), has_trackers=True)  # type: ignore[arg-type]
+    other.write(10, {"loss": 0.5}, always=True)
+    other.cut_after(0)
+    assert lines_of(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
 def test_a_judgement_is_logged_with_its_intervals() -> None:

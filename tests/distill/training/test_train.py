@@ -179,13 +179,44 @@ def test_a_finished_run_started_again_measures_again_and_trains_nothing(tiny_con
     assert all(now > before for now, before in zip(written("result.json", "verdict.json"), concluded, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "rules"),
+    [
+        (
+            "gemma4_text",
+            [0, 1],
+            {
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 8,
+            },
+        ),
+        (
+            "qwen2_moe",
+            [0, 2],
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 16,
+                "decoder_sparse_step": 2,
+            },
+        ),
+    ],
+)
 def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
-    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    layers: list[int],
+    rules: dict,
 ) -> None:
-    rules = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 16}
-    write_target(tmp_path / "gemma", kind="gemma4_text", hidden_size_per_layer_input=0, sliding_window=8, **rules)
-    own = ["name=other", f"output={tmp_path}", f"target.path={tmp_path}/gemma"]
-    assert train.main([str(tiny_config), *own, "student.layers=[0, 1]"]) == 2
-    assert "cannot keep these layers as they are" in capsys.readouterr().err
+    write_target(tmp_path / "target", kind=kind, **rules)
+    own = ["name=other", f"output={tmp_path}", f"target.path={tmp_path}/target", f"student.layers={layers}"]
+    assert train.main([str(tiny_config), *own]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot keep these layers as they are" in line
     left = {path.name for path in (tmp_path / "other").iterdir()}
     assert not left & {"self_checks.json", "responses", "checkpoints"}

@@ -175,6 +175,20 @@ def test_a_share_of_the_prompts_is_learnt_as_if_the_others_weighed_nothing(tmp_p
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # order of sums
 
 
+@pytest.mark.parametrize("most", [1e-3, 1e6])
+def test_a_gradient_is_clipped_to_the_norm_and_only_if_it_is_longer(tmp_path: Path, most: float) -> None:
+    loop = make_loop(run_config(tmp_path, optim={"lr": 1e-2, "max_grad_norm": most}))
+    clip, seen = loop.clip_gradients, []
+
+    def norm() -> float:
+        return float(torch.nn.utils.get_total_norm([w.grad for w in loop.module.parameters() if w.grad is not None]))
+
+    loop.clip_gradients = lambda: (seen.append(norm()), clip(), seen.append(norm()))[1]
+    logged = loop.step(loop.micro_batches(0)).grad_norm
+    assert logged > 0.01
+    assert seen == pytest.approx([logged, min(logged, most)], rel=1e-3), "what is logged is the norm before clipping"
+
+
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, poison: str) -> None:
     config = run_config(tmp_path, train={"steps": 6})
