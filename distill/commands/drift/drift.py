@@ -76,6 +76,10 @@ def drift_command(options: DriftOptions, console: Console | None = None) -> Drif
     gamma, notes = gamma_of(log, options.gamma)
     baseline = baseline_of(options, gamma)
     notes = log.warnings + notes
+    if not options.rule and baseline.rule.draws:
+        notes.append(
+            f"the baseline is under rule {baseline.rule}; if the engine drafts its argmax, as most do by default, add --rule greedy-draft"
+        )
     result = _compared(options, log, baseline, notes)
     for note in result.notes:
         console.print(f"note: {note}", highlight=False, markup=False)

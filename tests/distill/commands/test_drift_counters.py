@@ -75,10 +75,12 @@ def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, m
 
 def test_a_fall_in_the_counters_advises_a_refresh(tiny_run: Path) -> None:
     pages = [page(2000 * number, 20 * number, 0, 0) for number in (1, 2, 3)]
-    with engine_with(*pages) as url:
-        result = drifted(tiny_run, url, scrapes=3, rule="sample")
+    with engine_with(*pages, *pages) as url:
+        result, unsaid = drifted(tiny_run, url, scrapes=3), drifted(tiny_run, url, scrapes=3, rule="sample")
     assert result.refresh is True
     assert result.now.prompts == 2
+    hint = "add --rule greedy-draft"
+    assert [any(hint in note for note in one.notes) for one in (result, unsaid)] == [True, False]
 
 
 def test_a_restart_between_scrapes_is_noticed(tiny_run: Path) -> None:
