@@ -124,7 +124,7 @@ class SignalStore:
         if not self._others:
             return []
         name, settings = next(iter(self._others.items()))
-        self._shards.verify([name])
+        self._sound(name)
         return [f"the existing signal was {other_key(json.loads(settings), self.manifest)}"]
 
     def close(self) -> None:
