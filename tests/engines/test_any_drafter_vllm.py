@@ -20,7 +20,7 @@ from tiny_training import tiny_tokenizer
 
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
-from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
+from distill.models.load import EMBEDDED_FOLDER, load_model, load_tokenizer
 from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.measured import TARGET
@@ -77,14 +77,18 @@ def head(folder: Path) -> Iterator[Server]:
 
 
 def judged(server: Server, folder: Path, **more: Any) -> ReadbackRecord:
-    asked = {"target": "embedded", "dtype": "float32", "prompts": str(folder / "prompts.jsonl"), "max_tokens": TOKENS}
+    # As the engine computes it: in float32, and not in the 16 bits of the file.
+    if not (target := folder / "target-32").exists():
+        load_model("target", "embedded").save_pretrained(target)
+        load_tokenizer("embedded").save_pretrained(target)
+    settings = {"target": str(target), "prompts": str(folder / "prompts.jsonl"), "max_tokens": TOKENS}
     to = folder / server.log.stem
-    return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8} | asked | more))
+    return readback_command(ReadbackOptions(server.url, **{"to": to, "temperature": 0.8} | settings | more))
 
 
 def check_text(found: ReadbackRecord) -> None:
     assert found.agrees, found.causes
-    assert (found.engine, found.version.startswith("0."), found.z, found.replay) == ("vllm", True, None, None)
+    assert (found.engine, found.version.startswith("0."), found.z, found.replay) == ("vLLM", True, None, None)
     assert found.greedy is not None
     assert found.greedy.same
     assert found.text_law is not None

@@ -6,7 +6,6 @@
 import json
 import re
 import shutil
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -112,7 +111,7 @@ def read_back(server: Server, run: Path, **options: Any) -> ReadbackRecord:
 
 
 def check_agreement(found: ReadbackRecord, rule: str, gamma: int = GAMMA) -> None:
-    assert (found.engine, found.served.rule, found.served.gamma) == ("vllm", rule, gamma), found.causes
+    assert (found.engine, found.served.rule, found.served.gamma) == ("vLLM", rule, gamma), found.causes
     assert found.agrees, found.causes
     assert found.z is not None
     assert abs(found.z) < WORRYING_Z
@@ -140,7 +139,6 @@ def test_greedy_text_is_the_targets_and_tau_is_replays(argmax: Server, pair: Pat
 
 
 def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> None:
-    from_byte = argmax.log.stat().st_size
     asked = DriftOptions(run=sampled_only, rule="greedy-draft")
     with ThreadPoolExecutor(1) as beside:
         counters = replace(asked, metrics_url=f"{argmax.url}/metrics", interval=6.0)
@@ -153,18 +151,10 @@ def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> N
     other = read_back(argmax, sampled_only, gamma=5, resume=True)
     assert not other.agrees
     assert other.causes[0].startswith("gamma: the server drafts 3 tokens per block, not 5")
-    # The answers, the engine's own lines (one a second), and its counters while it answered.
-    own = sampled_only / "own.log"
-    time.sleep(2)
-    own.write_bytes(argmax.log.read_bytes()[from_byte:])
+    # The answers, and the engine's counters while it answered.
     requests = drift_command(replace(asked, log=sampled_only / ANSWERS))
-    lines = drift_command(replace(asked, log=own))
     assert requests.now.prompts == found.served.prompts
-    assert lines.log == "vllm"
-    assert lines.now.accepted_per_drafted == pytest.approx(
-        requests.now.accepted_per_drafted, abs=0.02
-    )  # the lines have the request that warms it too
-    assert not any(of.refresh for of in (requests, lines, scraped.result()))
+    assert not any(of.refresh for of in (requests, scraped.result()))
 
 
 def test_foreign_token_ids_are_refused(argmax: Server, pair: Path) -> None:
