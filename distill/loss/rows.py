@@ -106,7 +106,7 @@ def row_losses(
         overlap_C, loss_C = pair.overlap_N - slack_C, losses.mixed(objective, pair)
     else:
         return _labels_alone(objective, scores_CV, labels_C1, weights_C)
-    return _weighed(Rows(loss_C, overlap_C, slack_C), pair.log_label_N, weights_C)
+    return _weighed(Rows(loss_C, overlap_C, slack_C), weights_C)
 
 
 def _dense_pair(target_CV: Tensor, student_CV: Tensor, labels_C1: Tensor) -> tuple[Pair, Tensor]:
@@ -135,7 +135,7 @@ def _labels_alone(objective: Objective, scores_CV: Tensor, labels_C1: Tensor, we
     nothing_C0 = labels_C1[:, :0]
     _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
     none_C = torch.zeros_like(log_label_C)
-    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), log_label_C, weights_C)
+    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), weights_C)
 
 
 def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tensor) -> tuple[Distribution, Tensor]:
@@ -146,15 +146,9 @@ def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tenso
     return Distribution(log_probs_CE, log_probs_CE.exp()), (label_C1 - normaliser_C1).squeeze(-1)
 
 
-def _weighed(rows: Rows, log_label_C: Tensor, weights_C: Tensor | None) -> Rows:
+def _weighed(rows: Rows, weights_C: Tensor | None) -> Rows:
     """Apply the caller's token weights."""
-    loss_C = rows.loss_C
-    if weights_C is not None:
-        weights_C = weights_C.to(loss_C.dtype)
-        if weights_C.dim() == 2:
-            loss_C, weights_C = loss_C - weights_C[:, 1] * log_label_C, weights_C[:, 0]
-        loss_C = loss_C * weights_C
-    return rows._replace(loss_C=loss_C)
+    return rows if weights_C is None else rows._replace(loss_C=rows.loss_C * weights_C.to(rows.loss_C.dtype))
 
 
 def _scores(logits_CV: Tensor, temperature: float) -> Tensor:

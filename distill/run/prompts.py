@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -275,6 +276,10 @@ def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
         )
 
 
+# What the message of a config's source says to do; a command has no such keys.
+_COLUMN_KEYS = re.compile(r"set (prompt_column|messages_column)( or messages_column)?( to)?[^;]*")
+
+
 def asked_rows(
     path: str, prompt_column: str = "", messages_column: str = "", *, system: str = "", label: str = ""
 ) -> tuple[list[PromptRow], bool]:
@@ -293,8 +298,9 @@ def asked_rows(
     try:
         return load_source(source, preferred="prompt"), False
     except UserError as error:
-        words = str(error).replace("prompt_column", "--prompt-column").replace("messages_column", "--messages-column")
-        raise UserError(f"--prompts {words}") from error
+        raise UserError(
+            f"--prompts {_COLUMN_KEYS.sub('name the column `prompt` or `messages`', str(error))}"
+        ) from error
 
 
 def render_rows(rows: Sequence[PromptRow], tokenizer: Any, chat: bool) -> list[Prompt]:
