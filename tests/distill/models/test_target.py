@@ -175,7 +175,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|bos|>\n{% endf
 def chat_target(folder: Path, ends: dict[str, object], **sampling: object) -> Target:
     """A target whose template ends turns with <|bos|>, and whose files name these end tokens."""
     write_target(folder)
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.deepcopy(tiny_tokenizer())  # tests share it
     tokenizer.chat_template = TEMPLATE
     token = {name: tokenizer.convert_tokens_to_ids(text) for name, text in ends.items() if isinstance(text, str)}
     tokenizer.eos_token = ends["tokenizer"]
