@@ -109,7 +109,8 @@ def test_ngrams_are_judged_by_counters_alone(ngrams: Server, plain: Server, fold
     assert (found.source, found.served.gamma, found.served.prompts) == ("responses", GAMMA, PROMPTS)
     # Every call emits one token and what it accepts; in most of them n-grams find nothing.
     rows = [
-        json.loads(line)["response"]["spec_decode_acceptance"] for line in (folder / "ngrams" / "readback.jsonl").open()
+        json.loads(line)["response"]["metrics"]["speculative_decoding"]
+        for line in (folder / "ngrams" / "readback.jsonl").open()
     ]
     accepted = sum(row["num_accepted_draft_tokens"] for row in rows)
     assert sum(row["num_spec_steps"] for row in rows) < 0.7 * (found.served.tokens - PROMPTS)
