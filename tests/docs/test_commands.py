@@ -44,7 +44,6 @@ SHORT = [
 MORE = {
     "probe": ["--count", "2", "--max-tokens", "8", "--temperatures", "0.7", "--gammas", "1", "--batch-sizes", "1"],
     "train": SHORT,
-    "check-export": ["--prompts", "2", *SHORT],
 }
 
 
