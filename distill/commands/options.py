@@ -10,8 +10,6 @@ from typing import Annotated
 from distill.config import command_line as shared
 from distill.config.command_line import argument, option
 
-RunFolder = Annotated[Path, argument("run folder")]
-
 
 @dataclass(frozen=True)
 class ConfigOptions:

@@ -32,7 +32,6 @@ MessagesColumn = Annotated[str, option("column of --prompts with chat messages (
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
 RuleName = Annotated[str, option("acceptance rule: sample, greedy-draft, greedy or block; default: the run's")]
-DraftingName = Annotated[str, option("autoregressive, or parallel (a block in one pass); default: as exported")]
 Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16 or float16")]
 Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a GPU")]
 Seed = Annotated[int, option("seed of all sampling")]
@@ -42,7 +41,6 @@ TrustRemoteCode = Annotated[bool, option("run the weights' own code if the confi
 Out = Annotated[Path | None, option("file for all results, as JSON")]
 Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]
 KeyVariable = Annotated[str, option("environment variable with the engine's API key; default: no key is sent")]
-Json = Annotated[bool, option("print the result as JSON", "--json")]
 
 
 @dataclass(frozen=True, kw_only=True)
