@@ -26,7 +26,7 @@ RETIRED: dict[str, str] = {
     "evaluate --samples": "16 samples for --losslessness, 1 for --scorer",
     "evaluate --control": "it is always run",
     "evaluate --no-control": "it is always run",
-    "compare --plot": "--out FILE writes compare.svg next to it",
+    "compare --plot": "plot `ways` of --out FILE",
     "compare --fail-if-worse": "write --fail-below others",
     "compare lookup+DRAFT": "write lookup+draft:DRAFT, parallel:DRAFT or lookup+parallel:DRAFT",
     "probe --t-target": "write --times 25ms,3ms",

@@ -27,7 +27,7 @@ def ways_tables(verdict: Verdict) -> list[Table]:
     return tables
 
 
-def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> Table:
+def timed_table(rows: Sequence[Measured], run: str | None, title: str = "", caption: str = HOW) -> Table:
     """One row per way, the one to run in bold."""
     table = Table(
         [
@@ -39,10 +39,10 @@ def timed_table(rows: Sequence[Measured], run: str | None, title: str = "") -> T
             Column("speed-up", ".2f", "x"),
         ],
         title=title,
-        caption=HOW,
+        caption=caption,
     )
     for row in rows:
-        few = TOO_FEW_TIMED if row.speed_up_ci is None and row.way != TARGET else ""
+        few = TOO_FEW_TIMED if row.speed_up and row.speed_up_ci is None and row.way != TARGET else ""
         table.add(
             Cell(row.way, note=row.sizes, mark="run this" if row.way == run else ""),
             row.gamma or None,

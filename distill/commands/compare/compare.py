@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from data.files import read_manifest, writing
+from data.files import read_manifest
 from distill.commands.compare.comparison import (
     Comparison,
     JudgedGate,
@@ -27,7 +27,7 @@ from distill.commands.compare.comparison import (
     with_lookup,
 )
 from distill.commands.compare.options import CompareOptions
-from distill.commands.compare.screen import plot_comparison, print_comparison
+from distill.commands.compare.screen import print_comparison
 from distill.commands.compare.served import compare_served, is_url
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
@@ -70,13 +70,12 @@ def compare(options: CompareOptions, console: Console) -> int:
 
 
 def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
-    """(the comparison, exit status 1 if a gate fails and 0 otherwise); writes --out and the plot.
+    """(the comparison, exit status 1 if a gate fails and 0 otherwise); writes --out.
 
     Raises UserError: fewer than two drafts, no run to take the text from, a draft of another target or vocabulary, an invalid gate.
     """
     limits = [text for text in options.fail_below or () if text != OTHERS]
     gates = [parse_gate(text, options.timing, options.drafts[:1]) for text in limits]
-    plot = options.out.parent / "compare.svg" if options.out is not None else None
     _refuse_early(options)
     text = load_text(options)
     gamma = options.gamma or text.config.judge.gamma
@@ -85,10 +84,6 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     judged, failures = judge_gates(result, gates, OTHERS in (options.fail_below or ()))
     result = result.model_copy(update={"gates": judged, "failures": failures})
     write_asked("--out", options.out, result.record())
-    if plot is not None:
-        with writing(f"--out: {plot}"):
-            plot_comparison(result, plot)
-        result = result.model_copy(update={"plot": str(plot)})
     return result, 1 if failures else 0
 
 

@@ -191,7 +191,6 @@ class Comparison(Record):
     target_step_seconds: float | None
     verify_ratio: dict[int, float]
     differences: list[Difference]
-    plot: str | None
     gates: list[JudgedGate]
     failures: list[str]
 
@@ -244,7 +243,6 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
         target_step_seconds=None if costs is None else costs.target_seconds,
         verify_ratio={} if costs is None else {g: costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
         differences=differences,
-        plot=None,
         gates=[],
         failures=[],
     )

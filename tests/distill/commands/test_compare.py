@@ -10,22 +10,20 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
-from result_example import example_result
 from rich.console import Console
 from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.commands.compare import compare
 from distill.commands.compare.compare import compare_command, judge_gates, load_text, parse_gate, read_drafts
-from distill.commands.compare.comparison import ComparedWay, Comparison, Difference, comparison
+from distill.commands.compare.comparison import comparison
 from distill.commands.compare.options import CompareOptions
-from distill.commands.compare.screen import compare_table, difference_lines, domain_table, plot_comparison
+from distill.commands.compare.screen import compare_table, cost_lines, difference_lines, domain_table, print_comparison
 from distill.models.target import Target
 from speculative.errors import UserError
 from speculative.measure.baseline_replay import found_blocks, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts
 from speculative.measure.effects import Gain
-from speculative.measure.measured import HELD_OUT
 from speculative.measure.replay import expected_blocks_of, texts_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
@@ -148,27 +146,21 @@ def test_timing_prices_each_draft_beside_one_target(timed):
     own = result.differences[0]
     assert own.speed_up.gain == pytest.approx(large.speed_up - small.speed_up)
     assert own.speed_up.ci[0] < own.speed_up.gain < own.speed_up.ci[1]
-    written = result.model_copy(update={"plot": None}).record()
-    assert json.loads(out.read_text()) == json.loads(json.dumps(written))
-    assert result.plot == str(out.with_name("compare.svg"))
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result.record()))
 
 
-def test_the_screen_and_the_picture_show_every_draft(timed, untimed, tmp_path):
-    result, out = timed
-    text = drawn(compare_table(result), *difference_lines(result))
+def test_the_screen_shows_every_draft(timed, untimed):
+    result, _ = timed
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_comparison(console, result)
+    text = console.export_text()
     for one, row in zip(result.ways, rows(result), strict=True):
         assert f"{row.tau:.2f}" in text
         assert f"{row.speed_up:.2f}x" in text
         assert f"{one.parameters:,}" in text
     assert "better" in text
-    assert "speed" not in drawn(compare_table(untimed))
+    assert not any("draft step" in line for line in cost_lines(untimed))
     assert "widened for 2 comparisons" in difference_lines(untimed)[-1]
-    picture = out.with_name("compare.svg").read_text()
-    assert all(one.way in picture for one in result.ways)
-    first, again = (plot_comparison(untimed, tmp_path / f"{name}.svg").read_bytes() for name in "ab")
-    assert first == again
-    assert plot_comparison(untimed, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.svg"]
 
 
 def test_domains_are_compared_each_by_itself(tiny_run, worse):
@@ -216,31 +208,6 @@ def test_few_prompts_are_certain_of_nothing_on_the_table_by_domain_or_at_the_gat
     assert "would have been detected" not in line
     assert drawn(domain_table(result)).count("*") == 1, "in the caption only"
     assert judge_gates(result, [], others_too=True)[1] == []
-
-
-def test_what_could_have_been_seen_is_reported_with_its_chance():
-    effects = example_result()["verdict"]["gain"] | {"prompts": 20, "corrected_confidence": 0.95, "speed_up": None}
-    effects |= {name: {"gain": 0.1, "ci": [-0.1, 0.3]} for name in ("tau", "alpha")}
-    effects |= {"certain_tau": "none", "minimal_detectable": {"tau": 0.2}}
-    other = Difference.model_validate(effects | {"way": "b", "text": HELD_OUT})
-    (line,) = difference_lines(
-        Comparison.model_construct(ways=[ComparedWay.model_construct(way="a")], differences=[other])
-    )
-    assert line.endswith("; a difference of 0.200 in tau would have been detected with 80 % probability")
-
-
-def test_the_speed_gain_uses_each_draft_s_own_price(tiny_run, worse):
-    asked = options(tiny_run, worse)
-    text = load_text(asked)
-    entries = read_drafts(text, asked.drafts, 3, timing=False)
-    prices = [StepCosts(1.0, {3: 3 * c}, {3: 1.2}, 1, 64) for c in (0.5, 0.01)]
-    entries = [replace(entry, costs=price) for entry, price in zip(entries, prices, strict=True)]
-    result = comparison(text, entries, 3)
-    dear, cheap = rows(result)
-    own = result.differences[0]
-    assert own.tau.gain < 0 < own.speed_up.gain, "a worse draft may be the faster one"
-    assert own.speed_up.gain == pytest.approx(cheap.tau / (3 * 0.01 + 1.2) - dear.tau / (3 * 0.5 + 1.2))
-    assert own.speed_up.ci[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -365,10 +332,6 @@ def test_every_rule_with_text_is_compared(tiny_run, worse, rule):
     assert np.isfinite([row.tau for row in rows(result)]).all()
 
 
-def with_dashes(names):
-    return [f"lookup+draft:{name}" for name in names]
-
-
 def baseline_costs(monkeypatch):
     """c = .1, v(1) = 1.5 and v(3) = 2, whatever the draft."""
     costs = StepCosts(1.0, {1: 0.1, 3: 0.3}, {1: 1.5, 3: 2.0}, 1, 64)
@@ -430,20 +393,6 @@ def test_a_draft_is_compared_with_itself_drafting_in_one_pass(tiny_run, tmp_path
     for row, own in zip((block, cascade), result.differences, strict=True):
         assert own.tau.gain == pytest.approx(row.tau - token.tau)
         assert own.speed_up.gain == pytest.approx(row.speed_up - token.speed_up)
-    assert drawn(compare_table(result)).count("c = 0.23 a block") == 2
-    plot_comparison(result, tmp_path / "all.svg")
+    assert sum("c = 0.23 a block" in line for line in cost_lines(result)) == 2
     with pytest.raises(UserError, match=f"^{tiny_run}: its config.json has no mask token"):
         compare_command(options(tiny_run, f"parallel:{tiny_run}"))
-
-
-def test_another_draft_can_be_first_and_differences_change_sign(tiny_run, monkeypatch):
-    baseline_costs(monkeypatch)
-    one, _ = compare_command(options("prompt-lookup", tiny_run, timing=True, fail_below=["speed_up=99"]))
-    other, _ = compare_command(options(tiny_run, "prompt-lookup", timing=True))
-    assert one.differences[0].tau.gain == pytest.approx(-other.differences[0].tau.gain)
-    assert one.differences[0].speed_up.gain == pytest.approx(-other.differences[0].speed_up.gain)
-    assert one.failures[0].startswith("prompt-lookup: speed_up at gamma 3 is ")
-    # Against itself before the same draft again: nothing.
-    same, _ = compare_command(options(*with_dashes([tiny_run, tiny_run])))
-    assert same.differences[0].tau == Gain(gain=0.0, ci=(0.0, 0.0))
-    assert (same.differences[0].speed_up, same.target_step_seconds) == (None, None)
