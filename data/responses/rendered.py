@@ -25,6 +25,7 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("turns", pa.string()),
         ("group", pa.string()),
+        ("reference", pa.string()),
     ]
 )
 
@@ -34,7 +35,7 @@ class RenderedPrompt:
     """A prompt as the target sees it.
 
     `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
-    `group`: equal for prompts that must be on the same side of a split.
+    `group`: equal for prompts that must be on the same side of a split. `reference`: the right answer, for a scorer.
     """
 
     prompt_id: str
@@ -43,6 +44,7 @@ class RenderedPrompt:
     text: str = ""
     turns: str = ""
     group: str = ""
+    reference: str | None = None
 
     def row(self) -> PromptRow:
         """The prompt before it was rendered."""

@@ -361,7 +361,7 @@ class _Renderer:
         turns = {"messages": messages} | ({"tools": row.tools} if row.tools else {})
         as_turns = json.dumps(turns) if row.messages or row.tools else ""
         text = row.text if row.text is not None else str(messages[-1].get("content") or "")
-        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, as_turns, group)
+        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, as_turns, group, row.reference)
 
     def _require_own_ids(self, folder: Path) -> None:
         """Raise UserError unless the manifest of rendered prompts has this tokenizer."""

@@ -21,9 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.prompts.prompt import PromptSource
-from data.prompts.sources import load_source
-from data.prompts.split import content_hash
 from data.responses.rendered import RenderedPrompt
 from distill.run.result import Score, ScoreDifference
 from speculative.decoder.responses import Response
@@ -110,21 +107,12 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
-def read_references(sources: Sequence[PromptSource], file: Path | None) -> dict[str, str]:
-    """The reference of every prompt that has one, by prompt id and by prompt text.
-
-    From the sources of the held-out prompts, or from a file of JSON lines with "reference" and either "prompt" (the text)
-    or "id" (the prompt's id in the stores).
+def read_references(file: Path) -> dict[str, str]:
+    """References by prompt text or id, from JSON lines with "reference" and either "prompt" (the text) or "id" (its id in the stores).
 
     Raises UserError: the file does not exist or contains another kind of line.
     """
     references: dict[str, str] = {}
-    if file is None:
-        for source in sources:
-            for row in load_source(source):
-                if row.reference is not None:
-                    references.setdefault(content_hash(row), row.reference)
-        return references
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

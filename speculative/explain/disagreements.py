@@ -20,8 +20,6 @@ from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import Rule
 
 CONTEXT_TOKENS = 12
-# Responses replayed at once, each with one group of disagreements corrected.
-REPLAYED_AT_ONCE = 2048
 
 
 class Disagreement(Record):
@@ -119,14 +117,11 @@ def _saved_blocks(
     groups: Sequence[_Group], scores: Sequence[TokenScores], blocks_N: np.ndarray, rule: Rule, gamma: int
 ) -> list[float]:
     """Expected target calls saved, for each group, if the draft had been right at its positions."""
-    saved = np.zeros(len(groups))
-    wanted = [(number, index) for number, group in enumerate(groups) for index in group.places]
-    for start in range(0, len(wanted), REPLAYED_AT_ONCE):
-        part = wanted[start : start + REPLAYED_AT_ONCE]
-        settled = [_as_if_agreed(scores[index], groups[number].places[index]) for number, index in part]
-        fewer = blocks_N[[index for _, index in part]] - expected_blocks_of(settled, rule, (gamma,))[:, 0]
-        np.add.at(saved, [number for number, _ in part], fewer)
-    return saved.tolist()
+    saved = []
+    for group in groups:
+        settled = [_as_if_agreed(scores[index], places) for index, places in group.places.items()]
+        saved.append(float((blocks_N[list(group.places)] - expected_blocks_of(settled, rule, (gamma,))[:, 0]).sum()))
+    return saved
 
 
 def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
@@ -136,8 +131,8 @@ def _as_if_agreed(scores: TokenScores, places: Sequence[int]) -> TokenScores:
     by_start = scores.by_start
     if by_start is not None:
         offsets = by_start.matches.shape[1]
-        behind = np.append(right, np.zeros(offsets, dtype=bool))
-        by_start = _kept_where(by_start, behind[np.arange(len(scores))[:, None] + np.arange(offsets)])
+        padded = np.append(right, np.zeros(offsets, dtype=bool))
+        by_start = _kept_where(by_start, padded[np.arange(len(scores))[:, None] + np.arange(offsets)])
     return replace(_kept_where(scores, right), by_start=by_start)
 
 

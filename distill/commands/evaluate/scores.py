@@ -44,9 +44,11 @@ def task_scores(request: Asked, scorer: str, references: Path | None = None) -> 
 
     Raises UserError: see `open_pair`, `load_scorer`, `read_references`, `score_texts`.
     """
-    function, data, batch_size = load_scorer(scorer), request.config.data, request.config.judge.batch_size
-    answers = read_references(data.heldout or data.train, references)
+    function, batch_size = load_scorer(scorer), request.config.judge.batch_size
+    answers = None if references is None else read_references(references)
     pair, proposing = request.opened()
+    if answers is None:
+        answers = {item.prompt_id: item.reference for item in pair.prompts if item.reference is not None}
     samples, settings = request.samples or 1, pair.settings.under(request.rule, request.gamma)
     if samples > 1 and settings.sampling.greedy:
         raise UserError(f"{samples} samples: at temperature 0 every response to a prompt is the same; give 1")

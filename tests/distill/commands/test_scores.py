@@ -194,17 +194,15 @@ def test_prompts_that_all_agree_do_not_make_certainty():
     assert found.difference.ci == (pytest.approx(-unseen), pytest.approx(unseen))
 
 
-def test_references_come_from_the_sources_or_from_a_file(pair, tmp_path):
-    assert len(read_references(config_of(pair).data.heldout, None)) == 12
-    assert read_references(config_of(pair, reference_column=None).data.heldout, None) == {}
+def test_references_are_read_from_a_file(tmp_path):
     file = tmp_path / "references.jsonl"
     file.write_text('{"prompt": "a", "reference": "1"}\n\n{"id": "b", "reference": "2"}\n')
-    assert read_references((), file) == {"a": "1", "b": "2"}
+    assert read_references(file) == {"a": "1", "b": "2"}
     file.write_text('{"prompt": "a", "reference": 1}\n')
     with pytest.raises(UserError, match=r"references\.jsonl:1: each line needs"):
-        read_references((), file)
+        read_references(file)
     with pytest.raises(UserError, match=r"--references .* cannot be read"):
-        read_references((), tmp_path / "none.jsonl")
+        read_references(tmp_path / "none.jsonl")
 
 
 def test_greedy_texts_are_the_same_so_the_scores_are_equal(pair):
@@ -279,7 +277,7 @@ def test_the_scorer_of_an_lm_eval_task_reads_its_document_back(tmp_path, monkeyp
     references.write_text(capsys.readouterr().out)
     scorer = load_scorer(f"{file}:score")
     assert capsys.readouterr().out == "", "reading the scorer writes no references"
-    found = read_references((), references)
+    found = read_references(references)
     assert list(found) == ["Question: 1 + 1"]
     scores = [scorer("Question: 1 + 1", response, found["Question: 1 + 1"]) for response in ("2", "3")]
     assert scores == [1.0, 0.0]
