@@ -1,6 +1,6 @@
 """Our own decoder as a server with vLLM's protocol: the stub engine of tests, and of `make loop` without an installed engine.
 
-    python bench/stub_engine.py TARGET DRAFT --port 8001 --gamma 3
+    python bench/stub_engine.py serve TARGET --port 8001 --speculative-config '{"model": "DRAFT", "num_speculative_tokens": 3}'
 
 Requests with the same settings are decoded as one batch; requests that arrive meanwhile form the next one. As in vLLM, the first token
 of a response is not drafted, token ids are returned on request, and a stream's counts are in its usage chunk.
@@ -8,45 +8,35 @@ of a response is not drafted, token ids are returned on request, and a stream's 
 
 from distill.faults import exit_status
 
+import argparse
 import asyncio
-import contextlib
 import json
 import sys
 import threading
-import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import typer
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from distill.config.command_line import run_program
 from distill.config.target import TargetConfig
 from distill.models.draft import load_draft
 from distill.models.target import Target
-from speculative.decode import STOP, DecodeSettings, Event, check_prompts, context_of, end_token_ids, generate
-from speculative.decoder.responses import CommitGate
-from speculative.drafters.draft import DRAFTINGS, Draft
+from speculative.decode import STOP, DecodeSettings, check_prompts, context_of, end_token_ids, generate
+from speculative.decoder.responses import CommitGate, Response
+from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.gamma import FixedGamma
 from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
+from vllm_protocol import REASONS, Job, Pages, ServedEngine
 
-VERSION = "0.32.0"  # of the vLLM whose protocol this is
 MAX_TOKENS = 16  # vLLM's, of a completion that does not say
 REFUSED = ("logprobs", "prompt_logprobs", "top_logprobs", "structured_outputs", "tools", "echo", "suffix")
-REASONS = {"end": "stop", "stop": "stop", "gate": "stop", "length": "length"}
 
 
 class PrefillFirst(FixedGamma):
@@ -60,54 +50,7 @@ class PrefillFirst(FixedGamma):
         return self.max_gamma if begun else 0
 
 
-@dataclass(eq=False)
-class Job:
-    """One request. `key`: seeds its random numbers. `events`: decoding events, or the exception that ended it."""
-
-    key: str
-    prompt_ids: list[int]
-    settings: DecodeSettings
-    body: dict[str, Any]
-    chat: bool
-    loop: asyncio.AbstractEventLoop
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
-    cancelled: bool = False
-
-    def say(self, event: Event | Exception) -> None:
-        """Pass an event from the decoding thread to the waiting request."""
-        with contextlib.suppress(RuntimeError):  # the server is gone
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-
-class EngineCounts:
-    """The counters of /metrics, with vLLM's names."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def counter(name: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", name.replace("_", " "), labels, registry=self.registry)
-
-        self.blocks = counter("spec_decode_num_drafts")
-        self.drafted = counter("spec_decode_num_draft_tokens")
-        self.accepted = counter("spec_decode_num_accepted_tokens")
-        self.places = counter("spec_decode_num_accepted_tokens_per_pos", "position")
-        self.tokens = counter("generation_tokens")
-        self.requests = counter("request_success", "finished_reason")
-        self.running = Gauge("vllm:num_requests_running", "requests that are decoded", registry=self.registry)
-        self.waiting = Gauge("vllm:num_requests_waiting", "requests that wait", registry=self.registry)
-
-    def add_block(self, drafted: int, accepted: int) -> None:
-        """Count one verified block of one response."""
-        self.blocks.inc()
-        self.drafted.inc(drafted)
-        self.accepted.inc(accepted)
-        for place in range(accepted):
-            self.places.labels(str(place)).inc()
-
-
-class StubEngine:
+class StubEngine(ServedEngine):
     """A pair of models and the thread that decodes with them.
 
     withheld: ids that no response may contain. A response ends before them (a commit gate), so it has fewer tokens than were accepted.
@@ -124,19 +67,21 @@ class StubEngine:
         batch_size: int = 16,
         withheld: Sequence[int] = (),
     ) -> None:
-        self.name, self.target, self.tokenizer, self.drafter = name, target.model, target.tokenizer, drafter
-        self.gamma, self.rule, self.batch_size = gamma if drafter is not None else 0, rule, batch_size
+        super().__init__(name, gamma if drafter is not None else 0)
+        self.target, self.tokenizer, self.drafter = target.model, target.tokenizer, drafter
+        self.rule, self.batch_size = rule, batch_size
         self.eos_ids, self.withheld = end_token_ids(self.target), frozenset(withheld)
-        self.counts = EngineCounts()
         self._jobs: list[Job] = []
         self._arrived = threading.Condition()
         threading.Thread(target=self._decode_for_ever, daemon=True).start()
 
     def submit(self, job: Job) -> None:
-        """Queue a request."""
         with self._arrived:
             self._jobs.append(job)
             self._arrived.notify()
+
+    def stats(self, job: Job, response: Response) -> dict[str, Any]:
+        return super().stats(job, response) if self.gamma else {}
 
     def _decode_for_ever(self) -> None:
         while True:
@@ -167,6 +112,7 @@ class StubEngine:
             return
         jobs = list(batch.values())
         settings = jobs[0].settings
+        assert settings is not None
         events = generate(
             self.target,
             self.drafter,
@@ -192,11 +138,6 @@ class StubEngine:
         return lambda key, _, token, __: STOP if batch[key].cancelled or token in self.withheld else None
 
     def job_of(self, body: dict[str, Any], chat: bool) -> Job:
-        """Make a job from a request's body.
-
-        Raises:
-            UserError: an unsupported or invalid key.
-        """
         asked = [name for name in REFUSED if body.get(name)]
         if (body.get("response_format") or {}).get("type", "text") != "text":
             asked.append("response_format")
@@ -272,211 +213,45 @@ class StubEngine:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Serve a pair of models with our decoder and vLLM's protocol."""
-
-    target: Annotated[str, typer.Argument(help="directory, hub id or `embedded`")]
-    draft: Annotated[str, typer.Argument(help="a draft's directory, a run, or `none`")]
-    port: Annotated[int, typer.Option(help="port to listen on")]
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
-    gamma: Annotated[int, typer.Option(help="drafted tokens per block")] = 3
-    rule: Annotated[str, typer.Option(help="acceptance rule when sampling: greedy-draft or sample")] = "greedy-draft"
-    drafting: Annotated[str, typer.Option(help="autoregressive, or parallel: a block in one pass")] = DRAFTINGS[0]
-    batch_size: Annotated[int, typer.Option(help="maximum batch size")] = 16
-    threads: Annotated[int, typer.Option(help="torch threads")] = 1
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """Read those flags of `vllm serve` that decide how the pair decodes; the others have no meaning here."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("target", help="directory, hub id or `embedded`")
+    parser.add_argument("--speculative-config", type=json.loads, default={})
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    return parser.parse_known_args(words)[0]
 
 
-class Pages:
-    """The server's routes."""
-
-    def __init__(self, engine: StubEngine) -> None:
-        self.engine = engine
-
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        pages = {"/v1/models": self.models, "/health": self.health, "/metrics": self.metrics, "/version": self.version}
-        return Starlette(
-            routes=[
-                *(Route(path, page) for path, page in pages.items()),
-                Route("/v1/completions", self.complete, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            ]
-        )
-
-    async def models(self, _: Request) -> Response:
-        model = {"id": self.engine.name, "object": "model", "owned_by": "vllm", "created": 0}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def health(self, _: Request) -> Response:
-        return Response()
-
-    async def version(self, _: Request) -> Response:
-        return JSONResponse({"version": VERSION})
-
-    async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self.engine.counts.registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def complete(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
-
-    async def _answer(self, request: Request, chat: bool) -> Response:
-        try:
-            body = json.loads(await request.body())
-            if not isinstance(body, dict):
-                raise UserError("the request is not a JSON object")
-            job = self.engine.job_of(body, chat)
-        except (UserError, ValueError) as error:
-            return _refusal(error)
-        self.engine.submit(job)
-        if body.get("stream"):
-            return StreamingResponse(_stream(job, self.engine), media_type="text/event-stream")
-        return await _whole(request, job, self.engine)
-
-
-async def _events(job: Job) -> AsyncIterator[Event]:
-    """Events until the response is complete. If the caller leaves early, the job is cancelled.
-
-    Raises:
-        Exception: the exception that ended decoding.
-    """
-    try:
-        while True:
-            event = await job.events.get()
-            if isinstance(event, Exception):
-                raise event
-            yield event
-            if event.finish_reason is not None:
-                return
-    finally:
-        job.cancelled = True
-
-
-async def _whole(request: Request, job: Job, engine: StubEngine) -> Response:
-    async def left() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.1)
-
-    async def read() -> list[Event]:
-        return [event async for event in _events(job)]
-
-    reading, leaving = asyncio.create_task(read()), asyncio.create_task(left())
-    await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-    leaving.cancel()
-    if not reading.done():
-        reading.cancel()
-        return Response(status_code=499)
-    try:
-        events = reading.result()
-    except Exception as error:
-        return _refusal(error, 500)
-    choice = _choice(job, "".join(event.text for event in events), events[-1].finish_reason)
-    if job.body.get("return_token_ids"):
-        choice |= {"token_ids": events[-1].response.response_ids}
-        if not job.chat:
-            choice |= {"prompt_token_ids": job.prompt_ids}
-    answer = _head(job, engine) | {"choices": [choice], "usage": _usage(job, events[-1])} | _counts(job, events[-1])
-    if job.body.get("return_token_ids") and job.chat:
-        answer |= {"prompt_token_ids": job.prompt_ids}
-    return JSONResponse(answer)
-
-
-async def _stream(job: Job, engine: StubEngine) -> AsyncIterator[str]:
-    head, with_ids, first = _head(job, engine, stream=True), bool(job.body.get("return_token_ids")), True
-    try:
-        async for event in _events(job):
-            choice = _choice(job, event.text, event.finish_reason, stream=True)
-            if with_ids:
-                choice |= {"token_ids": event.token_ids}
-            told = head | {"choices": [choice]}
-            if with_ids and first:
-                (told if job.chat else choice)["prompt_token_ids"] = job.prompt_ids
-            first = False
-            yield f"data: {json.dumps(told)}\n\n"
-        if (job.body.get("stream_options") or {}).get("include_usage"):
-            last = head | {"choices": [], "usage": _usage(job, event)} | _counts(job, event)
-            yield f"data: {json.dumps(last)}\n\n"
-    except UserError as error:
-        yield f"data: {json.dumps(_fault(error, 500))}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-def _head(job: Job, engine: StubEngine, stream: bool = False) -> dict[str, Any]:
-    kind = ("chat.completion.chunk" if stream else "chat.completion") if job.chat else "text_completion"
-    name = "chatcmpl" if job.chat else "cmpl"
-    return {"id": f"{name}-{job.id}", "object": kind, "created": int(time.time()), "model": engine.name}
-
-
-def _choice(job: Job, text: str, reason: str | None, stream: bool = False) -> dict[str, Any]:
-    said: dict[str, Any] = {"text": text}
-    if job.chat:
-        said = {"delta" if stream else "message": {"role": "assistant", "content": text}}
-    return {"index": 0, **said, "logprobs": None, "finish_reason": REASONS.get(reason or ""), "stop_reason": None}
-
-
-def _usage(job: Job, last: Event) -> dict[str, int]:
-    prompt, said = len(job.prompt_ids), len(last.response.response_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-
-
-def _counts(job: Job, last: Event) -> dict[str, Any]:
-    """The counts of `--per-request-spec-decode-metrics detailed`; empty without a draft."""
-    gamma = job.settings.gamma
-    if not gamma:
-        return {}
-    # The first block is the prefill's token.
-    accepted, drafted = last.response.accepted_counts[1:], last.response.drafted_counts[1:]
-    stats = {
-        "num_spec_steps": len(accepted),
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_draft_tokens": sum(drafted),
-        "num_spec_tokens": gamma,
-        "acceptance_histogram": [accepted.count(j) for j in range(gamma + 1)],
-        "per_step_accepted": accepted,
-        "per_step_drafted": drafted,
-    }
-    return {"metrics": {"speculative_decoding": stats}}
-
-
-def _fault(error: Exception, status: int) -> dict[str, Any]:
-    kind = "BadRequestError" if status == 400 else "InternalServerError"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
-
-
-def _refusal(error: Exception, status: int = 400) -> Response:
-    return JSONResponse(_fault(error, status), status_code=status)
-
-
-def open_engine(options: EngineOptions) -> StubEngine:
+def open_engine(options: argparse.Namespace) -> StubEngine:
     """Load target and draft.
 
     Raises:
-        UserError: a missing or incompatible model, or an unknown rule.
+        UserError: a missing or incompatible model.
     """
-    if options.rule not in ("greedy-draft", "sample"):
-        raise UserError(f"--rule {options.rule}: give greedy-draft or sample")
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     target = Target(TargetConfig(path=options.target), torch.device("cpu"), what="target")
-    how: Any = options.drafting
-    drafter = None if options.draft == "none" else Draft(load_draft(options.draft, target), how).drafter()
-    rule: Any = options.rule
-    return StubEngine(target, drafter, options.gamma, rule, name=options.target, batch_size=options.batch_size)
+    drafting, drafter = options.speculative_config, None
+    if drafting:
+        way: Any = "parallel" if drafting.get("parallel_drafting") else "autoregressive"
+        drafter = Draft(load_draft(drafting["model"], target), way).drafter()
+    rule = "sample" if drafting.get("draft_sample_method") == "probabilistic" else "greedy-draft"
+    gamma = drafting.get("num_speculative_tokens", 0)
+    return StubEngine(target, drafter, gamma, rule, name=options.target, batch_size=options.max_num_seqs)
 
 
-def run(options: EngineOptions) -> int:
+def run(words: Sequence[str]) -> int:
     """Serve a pair of models until interrupted."""
+    options = options_of(words)
     try:
-        engine = open_engine(options)
-        uvicorn.run(
-            Pages(engine).app(), host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=2
-        )
+        pages = Pages(open_engine(options)).app()
+        uvicorn.run(pages, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=2)
     except (Exception, KeyboardInterrupt) as error:
         return exit_status(error)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(run))
+    sys.exit(run(sys.argv[1:]))

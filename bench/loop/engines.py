@@ -49,26 +49,16 @@ def engine_words(engine: str, config: RunConfig, draft: str, port: str, exported
         draft: a version's folder, or `none`.
         exported: any version's folder; it describes how the target is served.
     """
-    verdict, gamma = load_verdict(config.folder), str(config.judge.gamma)
+    verdict = load_verdict(config.folder)
     drafting = drafting_to_serve(verdict, verdict.drafts[-1].drafting == "parallel")
     rule = "sample" if config.judge_rule.draws else "greedy-draft"
-    if engine == "stub":
-        words = [str(STUB), config.target.path, draft, "--gamma", gamma, "--rule", rule]
-        return [sys.executable, *words, "--drafting", drafting, "--port", port]
-    serve = [
-        sys.executable,
-        "-P",
-        "-m",
-        "distill.cli",
-        "serve",
-        "--target",
-        config.target.path,
-        "--port",
-        port,
-    ]
-    if draft == "none":
-        return [*serve, exported, "--alone", "--", *_VLLM]
     method: dict[str, Any] = {"method": "draft_model", "model": draft, "num_speculative_tokens": config.judge.gamma}
     method |= {"draft_sample_method": "probabilistic"} if rule == "sample" else {}
     method |= {"parallel_drafting": True} if drafting == "parallel" else {}
-    return [*serve, draft, "--", *_VLLM, *_COUNTS, "--speculative-config", json.dumps(method)]
+    drafts = [] if draft == "none" else ["--speculative-config", json.dumps(method)]
+    if engine == "stub":
+        return [sys.executable, str(STUB), "serve", config.target.path, "--port", port, *drafts]
+    serve = [sys.executable, "-P", "-m", "distill.cli", "serve", "--target", config.target.path, "--port", port]
+    if draft == "none":
+        return [*serve, exported, "--alone", "--", *_VLLM]
+    return [*serve, draft, "--", *_VLLM, *_COUNTS, *drafts]

@@ -23,8 +23,9 @@ from loop.versions import shuffled_version
 from processes import free_port, until
 from running_app import running_app
 from safetensors.torch import load_file, save_file
-from stub_engine import Pages, StubEngine
+from stub_engine import StubEngine
 from traffic_log import record_of, write_log
+from vllm_protocol import Pages
 
 from distill.config.target import TargetConfig
 from distill.live.alarm import Alarm

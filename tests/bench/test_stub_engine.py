@@ -11,7 +11,8 @@ import torch
 from gateway_server import running_gateway
 from processes import until
 from running_app import running_app
-from stub_engine import Pages, StubEngine
+from stub_engine import StubEngine
+from vllm_protocol import Pages
 
 from distill.config.target import TargetConfig
 from distill.engines.protocol.client import counters_of

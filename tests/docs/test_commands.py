@@ -94,11 +94,11 @@ def stub_vllm(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program `vllm` that is the first in PATH."""
     program = place / "bin" / "vllm"
     program.parent.mkdir()
-    stub = shlex.join([sys.executable, f"{ROOT}/tests/support/stub_vllm.py"])
+    stub = shlex.join([sys.executable, f"{ROOT}/bench/stub_engine.py"])
     program.write_text(f'#!/bin/sh\nexec {stub} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "bench")]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(serving, "POLL_SECONDS", 0.05)
 
 

@@ -1,14 +1,15 @@
-"""A run whose held-out text an `engine_server.Engine` serves, for tests of `understudy readback`."""
+"""A run whose held-out text a `FakeEngine` serves, for tests of `understudy readback`."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import Engine, running_engine
+from fake_engine import Behaviour, FakeEngine, Pair, running_engine
 from tiny_models import perturbed
 from tiny_training import fresh_accelerator
 
@@ -65,19 +66,21 @@ def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> N
 
 
 @pytest.fixture(scope="package")
-def make(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
-    """Engines on the run's pair; those that decode alike decode once."""
+def make(frozen: FrozenText, draft: Any) -> Callable[..., FakeEngine]:
+    """Engines on the run's pair, told by fields of `Pair` and `Behaviour`; those that decode alike decode once."""
     made: dict[Any, Any] = {}
 
-    def engine(**how: Any) -> Engine:
+    def engine(**how: Any) -> FakeEngine:
+        behaviour = {one.name: how.pop(one.name) for one in dataclasses.fields(Behaviour) if one.name in how}
         prompts = [response.prompt_ids for response in frozen.responses]
-        one = Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
-        one.made = made.setdefault((one.draft, one.gamma, one.rule, one.drafting, one.sampling), one.made)
-        return one
+        pair = Pair(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
+        alike = (pair.target, pair.draft, pair.gamma, pair.rule, pair.drafting, pair.sampling, len(pair.prompts))
+        pair.made = made.setdefault(alike, pair.made)
+        return FakeEngine(pair, **behaviour)
 
     return engine
 
 
-def read(engine: Engine, run: Path, **options: Any) -> ReadbackRecord:
+def read(engine: FakeEngine, run: Path, **options: Any) -> ReadbackRecord:
     with running_engine(engine) as url:
         return readback_command(ReadbackOptions(url, run, **{"gamma": GAMMA, **options}))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import Engine, running_engine
+from fake_engine import FakeEngine, running_engine
 from readback_run import GAMMA
 from rich.console import Console
 from tiny_training import tiny_tokenizer
@@ -52,16 +52,16 @@ def asked(tmp_path: Path, frozen: FrozenText) -> dict[str, Any]:
 
 
 @pytest.fixture
-def served(frozen: FrozenText, draft: Any) -> Callable[..., Engine]:
-    return lambda **how: Engine(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA} | how)
+def served(make: Callable[..., FakeEngine]) -> Callable[..., FakeEngine]:
+    return lambda **how: make(**{"prompts": []} | how)
 
 
-def judged(engine: Engine, asked: dict[str, Any], **more: Any) -> ReadbackRecord:
+def judged(engine: FakeEngine, asked: dict[str, Any], **more: Any) -> ReadbackRecord:
     with running_engine(engine) as url:
         return readback_command(ReadbackOptions(url, **asked | more))
 
 
-def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
+def test_a_drafter_is_judged_without_a_run(served: Callable[..., FakeEngine], asked: dict[str, Any]) -> None:
     engine = served()
     found = judged(engine, asked)
     assert (found.agrees, found.causes, found.z, found.drafting, found.target) == (
@@ -72,7 +72,7 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked:
         asked["target"],
     )
     assert (found.served.prompts, found.served.gamma, found.served.rule, found.replay) == (6, GAMMA, "unknown", None)
-    assert found.served.tau == pytest.approx((found.served.tokens - 6) / engine.made_blocks(False))
+    assert found.served.tau == pytest.approx((found.served.tokens - 6) / engine.text.made_blocks(False))
     assert (found.greedy.equal, found.greedy.prompts) == (6, 6)
     assert found.text_law is not None
     assert found.text_law.same
@@ -82,11 +82,11 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., Engine], asked:
     assert load_readback(asked["to"]) == found
 
 
-def test_counters_alone_give_the_same_by_request(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
+def test_counters_alone_give_the_same_by_request(served: Callable[..., FakeEngine], asked: dict[str, Any]) -> None:
     """One request at a time, the counters are those of the request; several at a time, only sums are left."""
     told, alone, together = (
-        judged(served(level=level), asked, concurrency=load)
-        for level, load in (("summary", 1), ("none", 1), ("none", 2))
+        judged(served(detail=detail), asked, concurrency=load)
+        for detail, load in (("summary", 1), ("none", 1), ("none", 2))
     )
     assert told.served.tau == alone.served.tau == together.served.tau
     assert (told.source, alone.source, together.source) == ("responses", "responses", "metrics")
@@ -97,22 +97,23 @@ def test_counters_alone_give_the_same_by_request(served: Callable[..., Engine], 
     assert any("no intervals" in note for note in together.notes)
 
 
-def test_text_that_is_not_the_targets_is_found(served: Callable[..., Engine], asked: dict[str, Any]) -> None:
-    found = judged(served(garbage=True, greedy_shift=7), asked)
+def test_text_that_is_not_the_targets_is_found(served: Callable[..., FakeEngine], asked: dict[str, Any]) -> None:
+    found = judged(served(noise=True, greedy_shift=7), asked)
     assert not found.agrees
     assert [cause.split(":")[0] for cause in found.causes] == ["text", "greedy"]
     assert not judged(served(greedy_shift=7), asked, temperature=0.0).agrees
 
 
 def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
-    served: Callable[..., Engine], asked: dict[str, Any]
+    served: Callable[..., FakeEngine], asked: dict[str, Any]
 ) -> None:
     engine = served(slow=0.01)
     with running_engine(engine) as url:
         first = readback_command(ReadbackOptions(url, **asked))
         with pytest.raises(UserError, match="same server"):
             readback_command(ReadbackOptions(url, **asked, plain=url))
-        engine.draft, engine.made, engine.requests = None, {}, 0
+        engine.text, engine.drafts, engine.requests = replace(engine.text, draft=None, made={}), False, 0
+        engine.becomes(counters=False)
         both = readback_command(ReadbackOptions(url, **asked, plain=url, resume=True))
     assert engine.requests == 1 + 6
     assert (first.served.tau, first.served.speed_up) == (both.served.tau, None)
@@ -120,7 +121,7 @@ def test_the_engine_without_the_draft_may_come_later_at_the_same_address(
     assert (both.engine, both.version, both.measured[-1].way) == ("vLLM", "0.32.0", TARGET)
 
 
-def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, Any], run: Path) -> None:
+def test_mistakes_are_one_line(served: Callable[..., FakeEngine], asked: dict[str, Any], run: Path) -> None:
     for more, said in (
         ({"prompts": "nowhere.jsonl"}, "--prompts nowhere.jsonl"),
         ({"target": ""}, "--run RUN, or --target"),
@@ -133,7 +134,7 @@ def test_mistakes_are_one_line(served: Callable[..., Engine], asked: dict[str, A
     with pytest.raises(UserError, match="no server answers"):
         readback_command(ReadbackOptions("http://127.0.0.1:9", **asked))
     with pytest.raises(UserError, match="reports no draft counts"):
-        judged(served(level="none", metrics=False), asked)
+        judged(served(detail="none", counters=False), asked)
     with pytest.raises(UserError, match="other tokens than the tokenizer of --target"):
         judged(served(tokenizer=tiny_tokenizer()), asked)
 
@@ -175,7 +176,7 @@ def test_survival_intervals_cover_the_estimate() -> None:
 
 
 def test_prompts_without_all_ids_are_left_out_of_differences(
-    served: Callable[..., Engine], run: Path, frozen: FrozenText, tmp_path: Path
+    served: Callable[..., FakeEngine], run: Path, frozen: FrozenText, tmp_path: Path
 ) -> None:
     """Pairs are by prompt: what one server does not list is not compared, and the rest still agrees with replay."""
     prompts, console, out = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), tmp_path / "o"
@@ -190,7 +191,7 @@ def test_prompts_without_all_ids_are_left_out_of_differences(
 
 
 def test_a_served_drafter_beside_ours(
-    served: Callable[..., Engine],
+    served: Callable[..., FakeEngine],
     run: Path,
     frozen: FrozenText,
     draft: Any,

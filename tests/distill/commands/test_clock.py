@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine, Timed
 from processes import free_port
 from refusals import refused
 from running_app import running_app
-from timed_engine import TimedEngine
 
 from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
@@ -22,7 +22,7 @@ from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
 
-QUICK = {"fixed": 0.002, "per_token": 0.0, "draft": 0.0}  # costs that no test looks at
+QUICK = {"fixed": 0.002, "each": 0.0, "draft": 0.0}  # costs that no test looks at
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def timed(tiny_run: Path, tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def asking(run: Path, *engines: TimedEngine) -> object:
+def asking(run: Path, *engines: FakeEngine) -> object:
     """Options for running engines, the first without a draft."""
     with contextlib.ExitStack() as running:
         plain, *urls = (running.enter_context(running_app(engine.app())) for engine in engines)
@@ -49,7 +49,7 @@ def asking(run: Path, *engines: TimedEngine) -> object:
 def test_running_engines_are_timed_and_the_file_is_what_is_printed(
     timed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with asking(timed, TimedEngine(0), TimedEngine(2, 1), TimedEngine(4, 3)) as options:
+    with asking(timed, *(FakeEngine(Timed(*of)) for of in ((0, 0), (2, 1), (4, 3)))) as options:
         assert time_command(options) == 0
     made = EngineCosts.read(timed / ENGINE_COSTS, "")
     assert made.engine == "vLLM 0.32.0"
@@ -70,7 +70,7 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
 
 def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(timed: Path) -> None:
     """The last blocks of a response draft less, and not every token has a part: neither changes gamma or the blocks."""
-    engines = [TimedEngine(gamma, accepted, llama=True) for gamma, accepted in ((0, 0), (2, 1), (7, 2))]
+    engines = [FakeEngine(Timed(*of), llama=True) for of in ((0, 0), (2, 1), (7, 2))]
     with asking(timed, *engines) as options:
         assert time_command(options) == 0
     made = EngineCosts.read(timed / ENGINE_COSTS, "")
@@ -83,7 +83,7 @@ def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(timed: Path) -> No
 
 
 def test_an_engine_that_takes_fewer_requests_is_refused(tiny_run: Path) -> None:
-    engines = TimedEngine(0, **QUICK), TimedEngine(2, 1, **QUICK), TimedEngine(4, 3, **QUICK, most=2)
+    engines = [FakeEngine(Timed(gamma, **QUICK), most=most) for gamma, most in ((0, 9), (2, 9), (4, 2))]
     with asking(tiny_run, *engines) as options:
         assert "--load 3: the engine decoded 2 requests at a time; lower it" in refused(time_command, options)
     assert not (tiny_run / "engine_costs.json").exists()
@@ -97,7 +97,7 @@ def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: py
         return gamma and gamma + next(calls) // 4 % 2, *rest  # another in each repeat
 
     monkeypatch.setattr(clock, "_turn", turn)
-    with asking(tiny_run, *(TimedEngine(gamma, **QUICK) for gamma in (0, 2, 4))) as options:
+    with asking(tiny_run, *(FakeEngine(Timed(gamma, **QUICK)) for gamma in (0, 2, 4))) as options:
         assert "different numbers of tokens, each always the same" in refused(time_command, options)
 
 
@@ -110,7 +110,7 @@ def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pyt
         asked.append((options.engine, options.alone, gamma, requests))
         longest = max(len(one.prompt_ids) for one in load_frozen_text(timed).responses)
         assert longest + 4 < tokens < longest + 400
-        with running_app(TimedEngine(0 if options.alone else gamma, 1, llama=True).app()) as url:
+        with running_app(FakeEngine(Timed(0 if options.alone else gamma, 1), llama=True).app()) as url:
             yield url
 
     monkeypatch.setattr(clock, "started", started)
@@ -121,16 +121,16 @@ def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("engines", "told"),
     [
-        (({"gamma": 0}, {"gamma": 2, "counts": False}, {"gamma": 4}), "reports no drafts"),
-        (({"gamma": 2}, {"gamma": 2}, {"gamma": 4}), "drafts too; start it without the draft"),
-        (({"gamma": 0, "with_ids": False}, {"gamma": 2}, {"gamma": 4}), "0 tokens are counted in a stream of"),
-        (({"gamma": 0}, {"gamma": 2}, {"gamma": 2}), "two or more engines that draft different numbers"),
+        (((0, {}), (2, {"detail": "none"}), (4, {})), "reports no drafts"),
+        (((2, {}), (2, {}), (4, {})), "drafts too; start it without the draft"),
+        (((0, {"ids": False}), (2, {}), (4, {})), "0 tokens are counted in a stream of"),
+        (((0, {}), (2, {}), (2, {})), "two or more engines that draft different numbers"),
     ],
 )
 def test_engines_that_cannot_be_timed_are_one_line(
-    tiny_run: Path, engines: tuple[dict[str, Any], ...], told: str
+    tiny_run: Path, engines: tuple[tuple[int, dict[str, Any]], ...], told: str
 ) -> None:
-    with asking(tiny_run, *(TimedEngine(**QUICK, **one) for one in engines)) as options:
+    with asking(tiny_run, *(FakeEngine(Timed(gamma, **QUICK), **how) for gamma, how in engines)) as options:
         assert told in refused(time_command, options)
     assert not (tiny_run / "engine_costs.json").exists()
 

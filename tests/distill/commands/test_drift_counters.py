@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import Engine
+from fake_engine import FakeEngine, Pair
 from page_server import page_server
+from prometheus_client import generate_latest
 from rich.console import Console
 from tiny_models import perturbed
 
@@ -60,12 +61,13 @@ def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, m
     draft.config.pard_token = 1
     monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
     prompts = [text.prompt_ids for text in frozen.responses]
-    engine = Engine(frozen.target.model, draft, 3, drafting="parallel", prompts=prompts)
+    engine = FakeEngine(Pair(frozen.target.model, draft, 3, drafting="parallel", prompts=prompts))
     asked = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop_token_ids": [], "max_tokens": 20}
     pages = []
     for prompt in 4 * prompts:
-        engine.complete(asked | {"prompt": prompt})
-        pages.append(engine.page())
+        ids, *counts = engine.text(asked | {"prompt": prompt})
+        engine.count(*counts, len(ids))
+        pages.append(generate_latest(engine.counts.registry).decode())
     chosen = load_verdict(tiny_run).model_copy(update={"run": {"1": WAYS["parallel"]}})
     monkeypatch.setattr(baseline, "load_verdict", lambda run: chosen)
     with engine_with(*pages) as url:

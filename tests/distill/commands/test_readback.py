@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import Engine, running_engine
+from fake_engine import FakeEngine, running_engine
 from readback_run import GAMMA, read
 from tiny_models import perturbed
 from typer.testing import CliRunner
@@ -49,13 +49,13 @@ def starts(record: ReadbackRecord) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", ["greedy-draft", "sample", "greedy"])
-def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], run: Path, rule: Any) -> None:
+def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., FakeEngine], run: Path, rule: Any) -> None:
     engine = make(rule="greedy-draft" if rule == "greedy" else rule)
     found = read(engine, run, rule="greedy" if rule == "greedy" else "auto")
     assert (found.agrees, found.causes, found.served.rule, found.greedy.same) == (True, [], rule, True)
     assert (found.engine, found.version, found.served.gamma, found.served.prompts) == ("vLLM", "0.32.0", GAMMA, 10)
     # The server's own sums: tokens behind the prefill's over calls. Greedy blocks are known exactly, with sampled and argmax drafts.
-    assert found.served.tau == pytest.approx((found.served.tokens - 10) / (engine.made_blocks(rule == "greedy")))
+    assert found.served.tau == pytest.approx((found.served.tokens - 10) / (engine.text.made_blocks(rule == "greedy")))
     if rule == "sample":
         assert abs(found.z) < 4
     else:
@@ -71,11 +71,8 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., Engine], ru
     assert load_readback(run) == found
 
 
-def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) -> None:
-    one, two, three = (
-        read(make(level=level, total=total), run)
-        for level, total in (("detailed", "_total"), ("summary", ""), ("none", ""))
-    )
+def test_sums_alone_tell_the_same_tau(make: Callable[..., FakeEngine], run: Path) -> None:
+    one, two, three = (read(make(detail=detail), run) for detail in ("detailed", "summary", "none"))
     assert one.served.tau == two.served.tau == three.served.tau
     assert (one.source, two.source, three.source) == ("responses", "responses", "metrics")
     assert one.z == two.z == three.z == 0
@@ -87,9 +84,9 @@ def test_sums_alone_tell_the_same_tau(make: Callable[..., Engine], run: Path) ->
     assert two.served.accepted_per_drafted == pytest.approx(three.served.accepted_per_drafted)
 
 
-def test_another_gamma_is_named(make: Callable[..., Engine], run: Path) -> None:
-    for level in ("detailed", "none"):
-        found = read(make(gamma=2, level=level), run)
+def test_another_gamma_is_named(make: Callable[..., FakeEngine], run: Path) -> None:
+    for detail in ("detailed", "none"):
+        found = read(make(gamma=2, detail=detail), run)
         assert not found.agrees
         assert found.causes[0].startswith(
             "gamma: the server drafts 2 tokens per block, not 3; at gamma 2 replay agrees"
@@ -109,10 +106,10 @@ def masked(draft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("rule", ["greedy-draft", "sample"])
 def test_a_draft_that_proposes_a_block_in_one_pass(
-    make: Callable[..., Engine], run: Path, masked: Any, rule: Any, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., FakeEngine], run: Path, masked: Any, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way is read back by its own replay; the other one's counts are named."""
-    served: dict[str, Engine] = {
+    served: dict[str, FakeEngine] = {
         way: make(draft=masked, rule=rule, drafting=way) for way in ("parallel", "autoregressive")
     }
     taus = []
@@ -129,7 +126,7 @@ def test_a_draft_that_proposes_a_block_in_one_pass(
     assert taus[0] < taus[1], "a draft that never learnt it"
 
 
-def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen: FrozenText, draft: Any) -> None:
+def test_another_draft_is_exposed(make: Callable[..., FakeEngine], run: Path, frozen: FrozenText, draft: Any) -> None:
     other = perturbed(frozen.target.model, 0.2, seed=3)
     for rule in ("greedy-draft", "sample"):
         found = read(make(draft=other, rule=rule), run)
@@ -139,9 +136,9 @@ def test_another_draft_is_exposed(make: Callable[..., Engine], run: Path, frozen
 
 
 def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_says(
-    make: Callable[..., Engine], run: Path
+    make: Callable[..., FakeEngine], run: Path
 ) -> None:
-    found = read(make(garbage=True), run)
+    found = read(make(noise=True), run)
     assert not found.agrees
     assert found.text_law is not None
     assert not found.text_law.same
@@ -163,14 +160,14 @@ def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
 def test_another_temperature_than_asked_for_is_named(
-    make: Callable[..., Engine], run: Path, temperature: float
+    make: Callable[..., FakeEngine], run: Path, temperature: float
 ) -> None:
     found = read(make(sampling=SamplingSettings(temperature)), run)
     assert not found.agrees
     assert "other settings" in next(line for line in found.causes if line.startswith("text"))
 
 
-def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Path) -> None:
+def test_greedy_text_that_differs_is_named(make: Callable[..., FakeEngine], run: Path) -> None:
     found = read(make(greedy_shift=7), run)
     assert (found.agrees, found.greedy.same) == (False, False)
     assert starts(found) == ["greedy"]
@@ -178,15 +175,17 @@ def test_greedy_text_that_differs_is_named(make: Callable[..., Engine], run: Pat
     assert readback_lines(found)[0].startswith("The counts of vLLM 0.32.0 agree with replay")
 
 
-def test_counters_that_are_reset_are_noticed(make: Callable[..., Engine], run: Path) -> None:
+def test_counters_that_are_reset_are_noticed(make: Callable[..., FakeEngine], run: Path) -> None:
     found = read(make(resets_at=18), run)
     assert "counters" in starts(found)
     assert not found.agrees
     with pytest.raises(UserError, match="the server was restarted"):
-        read(make(resets_at=18, level="none"), run)
+        read(make(resets_at=18, detail="none"), run)
 
 
-def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Callable[..., Engine], run: Path) -> None:
+def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(
+    make: Callable[..., FakeEngine], run: Path
+) -> None:
     with running_engine(make(dies_after=16)) as url:
         done = CliRunner().invoke(app, ["readback", url, "--run", str(run), "--gamma", "3"])
     assert isinstance(done.exception, UserError)
@@ -200,7 +199,9 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(make: Cal
     assert engine.requests == 1 + 20 - 14  # The greedy answers are all there, so nothing warms the engine for them.
 
 
-def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
+def test_a_server_without_a_draft_or_without_ids(
+    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText
+) -> None:
     with pytest.raises(UserError, match="reports no draft counts"):
         read(make(draft=None), run)
     found = read(make(ids=False, tokenizer=frozen.target.tokenizer), run)
@@ -210,7 +211,7 @@ def test_a_server_without_a_draft_or_without_ids(make: Callable[..., Engine], ru
     assert abs(found.z) < 4
 
 
-def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., Engine], run: Path) -> None:
+def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., FakeEngine], run: Path) -> None:
     """llama-server lists one token of a character that takes several."""
     found = read(make(unlisted=3), run)
     assert (found.agrees, found.z, found.greedy.same) == (True, 0, True)
@@ -221,7 +222,7 @@ def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., E
 
 
 def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
-    make: Callable[..., Engine],
+    make: Callable[..., FakeEngine],
     run: Path,
     frozen: FrozenText,
     draft: Any,
@@ -239,7 +240,9 @@ def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
     assert asked == [str(run), "served.gguf"]
 
 
-def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Callable[..., Engine], run: Path) -> None:
+def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(
+    make: Callable[..., FakeEngine], run: Path
+) -> None:
     with running_engine(make()) as url, running_engine(make(draft=None)) as plain:
         found = readback_command(ReadbackOptions(url, run, plain=plain, gamma=GAMMA))
     own, alone = found.served, next(row for row in found.measured if row.way == TARGET)
@@ -249,10 +252,12 @@ def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(make: Calla
     assert {name for row in (own, alone) for name in row.first_token_ms} == {"p50", "p90", "p99"}
 
 
-def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(make: Callable[..., Engine], run: Path) -> None:
+def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(
+    make: Callable[..., FakeEngine], run: Path
+) -> None:
     with running_engine(make(gamma=0)) as url, running_engine(make(draft=None)) as plain:
-        for level in ("detailed", "none"):
-            engine = make(gamma=0, level=level)
+        for detail in ("detailed", "none"):
+            engine = make(gamma=0, detail=detail)
             with running_engine(engine) as own:
                 found = readback_command(ReadbackOptions(own, run, plain=plain, concurrency=2))
             assert (found.served.gamma, found.served.tau, found.z, found.survival, found.drafting) == (
@@ -311,7 +316,7 @@ def test_speeds_are_pooled_over_prompts() -> None:
     assert pace(own, [], range(2)).speed_up is None
 
 
-def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -> None:
+def test_waits_are_those_of_the_stream(make: Callable[..., FakeEngine], run: Path) -> None:
     """The server pauses after each of three events, two of which come behind the first token; the rows say what the file says."""
     found = read(make(pause=0.02), run, count=4)
     rows = [json.loads(line) for line in (run / "readback.jsonl").read_text().splitlines()]
@@ -328,7 +333,7 @@ def test_waits_are_those_of_the_stream(make: Callable[..., Engine], run: Path) -
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_the_command_for_ci_and_the_report(make: Callable[..., Engine], run: Path, tmp_path: Path) -> None:
+def test_the_command_for_ci_and_the_report(make: Callable[..., FakeEngine], run: Path, tmp_path: Path) -> None:
     with running_engine(make()) as url:
         arguments = [
             "readback",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import Engine
+from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from readback_run import read
@@ -20,16 +20,14 @@ from speculative.rules.sampling import GREEDY
 pytestmark = pytest.mark.usefixtures("_quick")
 
 
-def accepting(make: Callable[..., Engine], draft: Any, **how: Any) -> Engine:
+def accepting(make: Callable[..., FakeEngine], draft: Any, **how: Any) -> FakeEngine:
     """An engine that takes the draft for the target, so everything is accepted and the text is the draft's."""
-    engine = make(target=draft, **how)
-    engine.made = {}  # `make` shares what engines decode, and does not expect another target.
-    return engine
+    return make(target=draft, **how)
 
 
 @pytest.mark.parametrize(("rule", "sampling"), [("greedy-draft", GREEDY), ("sample", None), ("greedy", None)])
 def test_an_engine_that_skips_verification_is_refused(
-    make: Callable[..., Engine], draft: Any, run: Path, rule: Any, sampling: Any
+    make: Callable[..., FakeEngine], draft: Any, run: Path, rule: Any, sampling: Any
 ) -> None:
     """Under the argmax rules replay of the text that it wrote agrees exactly; only the run's own text tells."""
     served = "greedy-draft" if rule == "greedy" else rule
@@ -40,13 +38,13 @@ def test_an_engine_that_skips_verification_is_refused(
     assert any(one.startswith("canary: 1.000 of the drafted tokens are accepted") for one in found.causes), found.causes
 
 
-def test_it_is_refused_where_only_sums_are_known(make: Callable[..., Engine], draft: Any, run: Path) -> None:
-    found = read(accepting(make, draft, rule="sample", level="none", ids=False), run)
+def test_it_is_refused_where_only_sums_are_known(make: Callable[..., FakeEngine], draft: Any, run: Path) -> None:
+    found = read(accepting(make, draft, rule="sample", detail="none", ids=False), run)
     assert found.source == "metrics"
     assert any(one.startswith("canary: 1.000") for one in found.causes), found.causes
 
 
-def test_a_draft_of_noise_is_named(make: Callable[..., Engine], frozen: FrozenText, run: Path) -> None:
+def test_a_draft_of_noise_is_named(make: Callable[..., FakeEngine], frozen: FrozenText, run: Path) -> None:
     """As when an engine loads quantised weights as something else."""
     noise = tiny_model(seed=99, vocab_size=frozen.target.model.config.vocab_size).to(frozen.target.model.dtype)
     found = read(make(draft=noise, rule="greedy-draft"), run)
@@ -58,7 +56,7 @@ def test_a_draft_of_noise_is_named(make: Callable[..., Engine], frozen: FrozenTe
 
 
 def test_a_draft_that_is_the_target_is_no_fault(
-    make: Callable[..., Engine], frozen: FrozenText, run: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., FakeEngine], frozen: FrozenText, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FrozenText, "draft", lambda own, path: frozen.target.model)
     found = read(make(draft=frozen.target.model, rule="greedy-draft"), run, rule="greedy")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import Engine, running_engine
+from fake_engine import FakeEngine, running_engine
 from page_server import page_server
 from readback_run import GAMMA, read
 from refusals import refused
@@ -60,7 +60,7 @@ def test_a_server_that_is_no_engine_is_one_line(run: Path, page: str, kind: str)
         readback_command(ReadbackOptions(url.replace("http:", "https:"), run))
 
 
-def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], run: Path) -> None:
+def test_a_wrong_second_address_costs_no_answers(make: Callable[..., FakeEngine], run: Path) -> None:
     read(make(), run, count=2)
     kept = (run / "readback.jsonl").read_bytes()
     with pytest.raises(UserError, match="no server answers"):
@@ -70,14 +70,14 @@ def test_a_wrong_second_address_costs_no_answers(make: Callable[..., Engine], ru
     assert (run / "readback.jsonl").read_bytes() == kept
 
 
-def test_a_second_server_that_drafts_too_gives_no_speed_up(make: Callable[..., Engine], run: Path) -> None:
-    for level in ("none", "detailed"):
-        with running_engine(make(level=level)) as plain, pytest.raises(UserError, match=r"--plain .* drafts too"):
+def test_a_second_server_that_drafts_too_gives_no_speed_up(make: Callable[..., FakeEngine], run: Path) -> None:
+    for detail in ("none", "detailed"):
+        with running_engine(make(detail=detail)) as plain, pytest.raises(UserError, match=r"--plain .* drafts too"):
             read(make(), run, plain=plain)
 
 
 def test_a_run_without_heldout_responses_is_one_line(
-    make: Callable[..., Engine], run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rule in ("sample", "greedy"):
         empty = replace(frozen, responses=[], rule=Rule.named(rule))
@@ -125,7 +125,7 @@ def test_a_stream_that_breaks_off_is_no_answer(sent: bytes, said: str) -> None:
         client.ask([1], DecodeSettings(max_tokens=4), "a")
 
 
-def test_ctrl_c_says_what_goes_on(make: Callable[..., Engine], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_what_goes_on(make: Callable[..., FakeEngine], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, asked = engine_client.EngineClient.ask, list[str]()
 
     def stopped(own: Any, prompt_ids: Any, settings: Any, key: str) -> Answer:
@@ -139,7 +139,7 @@ def test_ctrl_c_says_what_goes_on(make: Callable[..., Engine], run: Path, monkey
         read(make(), run)
 
 
-def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[..., Engine], run: Path) -> None:
+def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[..., FakeEngine], run: Path) -> None:
     engine = make(rule="greedy-draft")
     found = read(engine, run)
     assert found.greedy is not None
@@ -208,12 +208,14 @@ def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
     assert (counted.tokens, counted.blocks) == (22, 12)
 
 
-def test_one_prompt_without_token_ids_tells_nothing(make: Callable[..., Engine], run: Path, frozen: FrozenText) -> None:
+def test_one_prompt_without_token_ids_tells_nothing(
+    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText
+) -> None:
     with pytest.raises(UserError, match="at least 2 prompts"):
         read(make(ids=False, tokenizer=frozen.target.tokenizer), run, count=1)
 
 
-def test_few_blocks_say_how_little_they_tell(make: Callable[..., Engine], run: Path) -> None:
+def test_few_blocks_say_how_little_they_tell(make: Callable[..., FakeEngine], run: Path) -> None:
     found = read(make(rule="sample"), run, count=2, rule="sample")
     assert any("too few to detect" in note for note in found.notes)
     assert not any("too few" in note for note in read(make(), run, rule="greedy-draft").notes), (

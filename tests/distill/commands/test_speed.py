@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_server import Engine, running_engine
+from fake_engine import FakeEngine, running_engine
 from readback_run import GAMMA
 from refusals import refused
 from rich.console import Console
@@ -245,7 +245,7 @@ def judged(run: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("_quick")
 def test_servers_are_asked_one_at_a_time_at_each_load(
-    make: Callable[..., Engine], judged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., FakeEngine], judged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy, most, lock, usual = list[AnswerFile](), dict[int, int](), threading.Lock(), AnswerFile.answer
 
@@ -308,9 +308,9 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
 
 @pytest.mark.usefixtures("_quick")
 def test_an_engine_that_counts_by_counters_alone_is_compared_at_every_load(
-    make: Callable[..., Engine], judged: Path
+    make: Callable[..., FakeEngine], judged: Path
 ) -> None:
-    with running_engine(make(level="none")) as url, running_engine(make(draft=None)) as plain:
+    with running_engine(make(detail="none")) as url, running_engine(make(draft=None)) as plain:
         found = readback_command(ReadbackOptions(url, judged, plain=plain, gamma=GAMMA, speed=True))
     assert [one.served.tau for one in found.speed] == pytest.approx([found.served.tau] * 2, rel=0.3), "other seeds"
 

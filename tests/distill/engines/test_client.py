@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import socketserver
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,33 +42,6 @@ OK = b"HTTP/1.1 200 OK\r\n"
 def engine_at(url: str, **how: Any) -> EngineClient:
     how = {"model": None, "timeout": 20.0, "concurrency": 1, **how}
     return EngineClient(url, tiny_tokenizer(), TOKENS, **how)
-
-
-@contextmanager
-def endless(head: bytes, part: bytes, pause: float = 0.0) -> Iterator[str]:
-    """The url of a server that answers with a head, and then with a part for ever."""
-    over = threading.Event()
-
-    class Connection(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            try:
-                self.request.recv(1 << 16)
-                self.request.sendall(head)
-                while not over.wait(pause):
-                    self.request.sendall(part)
-            except OSError:
-                pass
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Connection) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            over.set()
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +126,8 @@ def test_an_endless_answer_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(EngineClient, "most_bytes", 1 << 22)
     tracemalloc.start()
     try:
-        with endless(*ENDLESS[kind]) as url:
+        head, part = ENDLESS[kind]
+        with raw_engine(head, endless=part) as (url, _):
             assert page_at(url, seconds=2.0) is None
             text = refused(engine_at(url, timeout=1.0).identify)
             assert text.startswith(url)
@@ -169,7 +141,7 @@ def test_an_endless_answer_ends(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_answer_a_byte_at_a_time_ends() -> None:
-    with endless(OK + b"content-length: 1000000\r\n\r\n", b"x", 0.02) as url:
+    with raw_engine(OK + b"content-length: 1000000\r\n\r\n", endless=b"x", pause=0.02) as (url, _):
         assert page_at(url, seconds=0.5) is None
         assert "no complete answer within 1.5 s" in refused(engine_at(url, timeout=0.5).identify)
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 import pytest
+from fake_engine import FakeEngine
 from running_app import running_app
-from scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
+def engine() -> FakeEngine:
+    return FakeEngine(name="a", usage=True)
 
 
 @pytest.fixture(scope="module")
-def direct(engine: ScriptedEngine) -> Iterator[str]:
+def direct(engine: FakeEngine) -> Iterator[str]:
     with running_app(engine.app()) as url:
         yield url

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 from gateway_server import HTTP, running_gateway
 from running_app import running_app
-from scripted_engine import ScriptedEngine
 
 from distill.engines.protocol.counters import Page, parse_page
 
@@ -31,7 +31,10 @@ METRIC = re.compile(r"\b(?:vllm:|understudy_)\w+")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """The metrics of a gateway that answered and refused."""
     prompt = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-    with running_app(ScriptedEngine().app()) as engine, running_gateway(tmp_path_factory.mktemp("log"), engine) as url:
+    with (
+        running_app(FakeEngine(name="a", usage=True).app()) as engine,
+        running_gateway(tmp_path_factory.mktemp("log"), engine) as url,
+    ):
         for more in ({}, {"stream": True}, {"user": "400"}, {"n": 2}):
             HTTP.post(f"{url}/v1/chat/completions", json=prompt | more)
         return parse_page(HTTP.get(f"{url}/metrics").text)

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import ACCEPTED, DRAFTED, IDS, FakeEngine
 from gateway_server import connected, heard, metric, running_gateway
 from processes import until
 from running_app import running_app
-from scripted_engine import ACCEPTED, DRAFTED, IDS, ScriptedEngine
 
 from distill.engines.protocol.counters import parse_page
 from distill.engines.protocol.engine import counts_of
@@ -49,7 +49,7 @@ def records(log: Path) -> list[TrafficRecord]:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
 def test_requests_and_responses_pass_unchanged_and_are_recorded(
-    engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
+    engine: FakeEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     log = tmp_path / "log"
     said = json.dumps({**body, "stream": stream, "note": "\u00e9"}, indent=1, ensure_ascii=False)
@@ -67,7 +67,7 @@ def test_requests_and_responses_pass_unchanged_and_are_recorded(
     assert [*record.accepted_B], [*record.drafted_B] == (ACCEPTED, DRAFTED)
     assert (record.prompt_tokens, record.response_tokens, record.response_ids) == (3, 6, None)
     assert (record.slice, record.arm, record.draft_version, record.target_version) == ("all", "a", "v0001", "t")
-    assert record.finish == ("length" if stream else "stop")
+    assert record.finish == "stop"
     content = body.get("prompt") or body["messages"]
     assert record.prompt_hash == keyed_hash(read_salt(log), "prompt", content)
     assert (record.sampling or {}).get("temperature") == (0.5 if path == "/v1/completions" else None)
@@ -81,14 +81,14 @@ def test_requests_and_responses_pass_unchanged_and_are_recorded(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", TALK)])
 def test_with_text_token_ids_are_requested_and_logged(
-    engine: ScriptedEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
+    engine: FakeEngine, direct: str, tmp_path: Path, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    engine.usage_asked_only = True
+    engine.becomes(usage=False)
     with running_gateway(tmp_path, direct, text=True, usage=True) as url:
         through = post(url, {**body, "stream": stream}, path, **{"x-request-id": "my-id"})
         _, sent = engine.asked[-1]
         there = post(direct, sent, path)
-    engine.usage_asked_only = False
+    engine.becomes(usage=True)
     more = {"return_token_ids": True, **({"stream_options": {"include_usage": True}} if stream else {})}
     assert json.loads(sent) == {**body, "stream": stream, **more}
     assert through.content == there.content
@@ -97,7 +97,7 @@ def test_with_text_token_ids_are_requested_and_logged(
     assert record.accepted == 3
 
 
-def test_unlogged_requests_pass_unchanged_and_are_counted(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
+def test_unlogged_requests_pass_unchanged_and_are_counted(engine: FakeEngine, direct: str, tmp_path: Path) -> None:
     body = json.dumps({**PROMPT, "n": 2}).encode()
     with running_gateway(tmp_path, direct, text=True) as url:
         assert post(url, body).content == post(direct, body).content
@@ -117,7 +117,7 @@ def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct
             assert (through.status_code, through.content) == (status, there.content)
         with pytest.raises(httpx.RemoteProtocolError):
             post(url, {**PROMPT, "user": "break", "stream": True})
-        assert HTTP.get(f"{url}/v1/models").json()["data"] == [{"id": "a"}]
+        assert HTTP.get(f"{url}/v1/models").json()["data"][0]["id"] == "a"
     assert [record.finish for record in records(tmp_path / "up")] == ["error", "error"]
     with running_gateway(tmp_path / "down", down) as url:
         answer = post(url, PROMPT)
@@ -129,7 +129,7 @@ def test_errors_pass_through_and_an_engine_that_is_down_is_one_json_error(direct
     assert [(record.finish, record.arm) for record in records(tmp_path / "down")] == [("error", "a")]
 
 
-def test_a_client_that_leaves_ends_its_request_there(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
+def test_a_client_that_leaves_ends_its_request_there(engine: FakeEngine, direct: str, tmp_path: Path) -> None:
     before = engine.left
     with running_gateway(tmp_path, direct) as url:
         with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "hang", "stream": True}) as answer:
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_ends_its_request_there(engine: ScriptedEngine, dir
 
 
 def test_a_client_that_does_not_read_delays_no_other(
-    engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sent = 0
     monkeypatch.setattr(gateway_app, "IDLE_SECONDS", 1.0)
@@ -173,13 +173,13 @@ def test_an_engine_that_says_nothing_is_given_up(direct: str, tmp_path: Path, mo
 
 
 def test_streams_without_counts_print_one_hint(
-    engine: ScriptedEngine, direct: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    engine: FakeEngine, direct: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    engine.usage_asked_only = True
+    engine.becomes(usage=False)
     with running_gateway(tmp_path, direct) as url:
         for _ in range(2):
             post(url, {**PROMPT, "stream": True})
-    engine.usage_asked_only = False
+    engine.becomes(usage=True)
     assert capfd.readouterr().err.count("--per-request-spec-decode-metrics") == 1
     assert [(record.drafted, record.response_tokens) for record in records(tmp_path)] == [(None, None)] * 2
 
@@ -226,7 +226,7 @@ def test_metrics_tell_served_acceptance_by_draft_and_slice(direct: str, tmp_path
 
 
 def test_a_conversation_stays_at_its_arm_and_arms_change_while_it_runs(direct: str, tmp_path: Path) -> None:
-    other = ScriptedEngine("b")
+    other = FakeEngine(name="b", usage=True)
     with ExitStack() as stack:
         second = stack.enter_context(running_app(other.app()))
         url = stack.enter_context(running_gateway(tmp_path, direct, second, share=0.5))
@@ -251,7 +251,7 @@ def test_a_conversation_stays_at_its_arm_and_arms_change_while_it_runs(direct: s
 
 
 def test_above_a_number_in_flight_the_engine_without_a_draft_serves(direct: str, tmp_path: Path) -> None:
-    plain = ScriptedEngine("plain")
+    plain = FakeEngine(name="plain", usage=True)
     with running_app(plain.app()) as without, running_gateway(tmp_path, direct, plain=without, shed_above=1) as url:
         assert post(url, PROMPT).json()["id"] == "cmpl-a"
         with HTTP.stream("POST", f"{url}/v1/completions", json={**PROMPT, "user": "hang", "stream": True}):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fake_engine import FakeEngine
 from gateway_server import connected, heard, metric, running_gateway
 from processes import until
 from raw_engine import raw_engine
-from scripted_engine import ScriptedEngine
 
 from distill.live.gateway import app as gateway_app
 from distill.live.gateway import command, limits
@@ -115,7 +115,7 @@ def test_there_are_open_files_for_the_clients(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_upgrade_to_another_protocol_is_answered_as_before_it(
-    engine: ScriptedEngine, direct: str, tmp_path: Path
+    engine: FakeEngine, direct: str, tmp_path: Path
 ) -> None:
     body = b'{"prompt": "p", "max_tokens": 6}'
     offered = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
@@ -126,7 +126,7 @@ def test_an_upgrade_to_another_protocol_is_answered_as_before_it(
     assert not {"upgrade", "http2-settings"} & set(headers)
 
 
-def test_each_pipelined_request_leaves_its_record(engine: ScriptedEngine, direct: str, tmp_path: Path) -> None:
+def test_each_pipelined_request_leaves_its_record(engine: FakeEngine, direct: str, tmp_path: Path) -> None:
     def twice(name: str, **more: str) -> bytes:
         said = json.dumps({"prompt": "p", "stream": True, **more}).encode()
         return b"".join(asking(said, f"x-request-id: {name}-{number}\r\n".encode()) for number in (1, 2))
@@ -152,7 +152,7 @@ def test_each_pipelined_request_leaves_its_record(engine: ScriptedEngine, direct
 @pytest.mark.parametrize(
     "line", [b"POST http://elsewhere/v1/completions", b"CONNECT elsewhere:80", b"CONNECT /x", b"OPTIONS *"]
 )
-def test_only_paths_are_forwarded(engine: ScriptedEngine, direct: str, tmp_path: Path, line: bytes) -> None:
+def test_only_paths_are_forwarded(engine: FakeEngine, direct: str, tmp_path: Path, line: bytes) -> None:
     before = len(engine.asked)
     with running_gateway(tmp_path, direct) as url:
         assert heard(connected(url, line + b" HTTP/1.1\r\nhost: x\r\n\r\n"))[9:12] == b"400"
@@ -166,7 +166,7 @@ def test_invalid_chunks_are_a_400_and_no_fault(direct: str, tmp_path: Path) -> N
 
 
 def test_bytes_after_a_request_in_progress_start_no_clock(
-    engine: ScriptedEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
     quick, hangs = asking(b'{"prompt": "p"}'), asking(b'{"prompt": "p", "stream": true, "user": "hang"}')

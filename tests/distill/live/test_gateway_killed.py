@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import httpx
+from fake_engine import FakeEngine
 from gateway_server import gateway_process
 from running_app import running_app
-from scripted_engine import ScriptedEngine
 
 from distill.live.traffic.reader import read_traffic
 
@@ -29,7 +29,7 @@ def ask_on(url: str, client: int, whole: list[str]) -> None:
 
 def test_after_kill_9_every_complete_response_has_its_record(tmp_path: Path) -> None:
     whole: list[str] = []
-    with running_app(ScriptedEngine().app()) as engine:
+    with running_app(FakeEngine(name="a", usage=True).app()) as engine:
         with gateway_process(engine, tmp_path) as (child, url):
             clients = [threading.Thread(target=ask_on, args=(url, number, whole)) for number in range(8)]
             for client in clients:

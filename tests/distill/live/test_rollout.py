@@ -14,12 +14,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from fake_engine import FakeEngine
 from gateway_server import running_gateway
 from live_arms import Traffic, gateway_directory, running_traffic, steady, write_version
 from processes import forked, until
 from running_app import running_app
-from scripted_engine import ScriptedEngine
-from starlette.responses import JSONResponse
 
 from data.files import locked
 from data.responses import engine_http
@@ -322,25 +321,15 @@ def test_an_engine_with_another_model_gets_no_request(options: RolloutOptions, m
     assert "rejected" not in {event["event"] for event in history(options.drafts)}
 
 
-class Newer(ScriptedEngine):
-    """Five of six drafted tokens are accepted, against three with the other engine; or it fails."""
-
-    fails = False
-
-    async def answer(self, request: Any) -> Any:
-        return JSONResponse({"error": {}}, 500) if self.fails else await super().answer(request)
-
-    def _stats(self, todo: str | None) -> dict[str, Any]:
-        return super()._stats(todo) | {"num_accepted_draft_tokens": 5, "per_step_accepted": [3, 2]}
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_behind_the_real_gateway(
     tmp_path: Path, options: RolloutOptions, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setattr(gateway_app, "WATCH_SECONDS", 0.02)
-    engine, ended, log = Newer(), threading.Event(), tmp_path / "log"
-    engine.fails = fails
+    # Five of six drafted tokens are accepted, against three with the other engine; or it fails.
+    more = {"num_accepted_draft_tokens": 5, "per_step_accepted": [3, 2], "acceptance_histogram": [0, 0, 1, 1]}
+    engine = FakeEngine(name="a", usage=True, wrong=more, fails=fails)
+    ended, log = threading.Event(), tmp_path / "log"
 
     def ask(url: str) -> None:
         with httpx.Client(verify=False) as client:
@@ -349,7 +338,11 @@ def test_behind_the_real_gateway(
                     return
                 client.post(f"{url}/v1/completions", json={"model": "m", "prompt": f"say {number}"})
 
-    with running_app(ScriptedEngine().app()) as old, running_app(engine.app()) as new, running_gateway(log, old) as url:
+    with (
+        running_app(FakeEngine(name="a", usage=True).app()) as old,
+        running_app(engine.app()) as new,
+        running_gateway(log, old) as url,
+    ):
         client = threading.Thread(target=ask, args=(url,), daemon=True)
         client.start()
         try:
