@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
 from speculative.drafters.registry import Parts, way
 from speculative.engine.cached_model import CachedModel
+from speculative.engine.library_state import hollow_copy
 from speculative.engine.memory import cache_entry
 from speculative.engine.models import is_recurrent, layer_stacks
 from speculative.engine.survey import Turn
@@ -63,18 +64,18 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     stacks = layer_stacks(model)
     if len(stacks) != 1:
         raise UserError(f"early exit needs one list of {total} layers and {type(model).__name__} has none: use another")
-    shorter = _hollow_copy(model)
+    shorter = hollow_copy(model)
     parent = shorter
     *path, last = stacks[0].split(".")
     for name in path:
-        child = _hollow_copy(parent._modules[name])
+        child = hollow_copy(getattr(parent, name))
         if hasattr(child, "config"):
             child.config = _shorter_config(child.config, count)
-        parent._modules[name] = child
+        setattr(parent, name, child)
         parent = child
-    stack = parent._modules[last]
+    stack = getattr(parent, last)
     assert isinstance(stack, nn.ModuleList)
-    parent._modules[last] = stack[:count]
+    setattr(parent, last, stack[:count])
     shorter.config = _shorter_config(model.config, count)
     try:
         cache_entry(shorter)
@@ -91,13 +92,6 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             f"{type(model).__name__} does not run with its first {count} layers alone, so it has no early exit: use a draft model"
         ) from error
     return shorter
-
-
-def _hollow_copy(module: Any) -> Any:
-    """The same module with its own table of children: replacing a child leaves the original as it is."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
 
 
 def _shorter_config(config: Any, count: int) -> Any:

@@ -18,14 +18,10 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from speculative.engine.models import evaluating, max_positions, vocab_rows
-from speculative.engine.survey import facts_of, survey
+from speculative.engine.survey import survey
 from speculative.engine.windows import attention_windows
 from speculative.errors import UserError, out_of_memory
 
-# Models of embedding, one rotary table, layers, norm and head only. Others may look the same but scale something in between.
-PLAIN_DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-# An adapter or a parametrisation is a module of another package that looks like the module it replaced.
-OWN_CALLS = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 # Tokens of a call: several, of a row that starts elsewhere, and one. A longer window than this is that of the model's own mask: see
 # `attention_windows`.
 CHECKED_TOKENS, LONGEST_WINDOW = 8, 64
@@ -43,26 +39,6 @@ Parts = Sequence[tuple[tuple[int, int], int]]  # calls: starts of two rows, toke
 _faults: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], str | None]] = weakref.WeakKeyDictionary()
 
 _slow: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, str]] = weakref.WeakKeyDictionary()
-
-
-class Unfit(Exception):
-    """The model has a part that our code does not support."""
-
-
-def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model is of a known architecture, without hooks, replaced parts or autocast."""
-    # A wrapper (peft, a compiled model) has the config of its model but does more.
-    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
-    if not of_transformers or model.config.model_type not in PLAIN_DECODERS:
-        return False
-    if torch.is_autocast_enabled(model.device.type):
-        return False
-    facts = facts_of(model)
-    if "plain" not in facts:
-        facts["plain"] = all(
-            type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values") for one in survey(model).modules
-        )
-    return facts["plain"] and not survey(model).listened_to
 
 
 class _Wide(TorchFunctionMode):

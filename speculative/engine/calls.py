@@ -8,13 +8,9 @@ against 45 us at 2,048 positions of an 8B layer on an H200) and compiles a kerne
 Shapes: R rows, K rows of one call, V vocabulary, H query heads, N key/value heads, G = H / N, Q query tokens, P prefix, D head width.
 """
 
-import inspect
-import re
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,10 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from speculative.engine.library_state import asks_for_sdpa, attention, attention_name, configs_of, dispatches_attention
+
 GROUPED = "understudy_grouped"  # Our name in transformers' table of attention functions.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FOLDED_DEVICES = ("cpu", "cuda")  # On other devices transformers chooses the kernels.
-ASKS_FOR_SDPA = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa")
 
 # Folded masks of the current call, with their sources: all layers of a kind get the same mask.
 _folded_masks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -88,15 +85,12 @@ def grouped_queries(model: PreTrainedModel, device: torch.device) -> Iterator[No
     """Context manager: the model (on this device) uses `grouped_attention` instead of `sdpa`, unless it has its own attention or checks
     for that name.
     """
-    switched = [config for config in _switchable(model) if config._attn_implementation == "sdpa"]
+    switched = [config for config in _switchable(model) if attention_name(config) == "sdpa"]
     try:
-        for config in switched:
-            config._attn_implementation = GROUPED
-        with sdpa_kernel(CUDA_BACKENDS) if device.type == "cuda" else nullcontext():
+        kernels = sdpa_kernel(CUDA_BACKENDS) if device.type == "cuda" else nullcontext()
+        with attention(switched, GROUPED), kernels:
             yield
     finally:
-        for config in switched:
-            config._attn_implementation = "sdpa"
         _folded_masks.clear()
 
 
@@ -104,16 +98,6 @@ def _switchable(model: PreTrainedModel) -> list[PretrainedConfig]:
     """Configs that the model's layers read; a model of the first layers shares the configs of the whole model."""
     configs = _known_configs.get(model)
     if configs is None:
-        own = {module: getattr(module, "config", None) for module in model.modules()}
-        held = {module: config for module, config in own.items() if isinstance(config, PretrainedConfig)}
-        dispatching = getattr(model, "_supports_attention_backend", False)
-        if not dispatching or any(_asks_for_sdpa(type(module).__module__) for module in held):
-            held = {}
-        configs = _known_configs[model] = list({id(config): config for config in held.values()}.values())
+        other_name = dispatches_attention(model) and not asks_for_sdpa(model)
+        configs = _known_configs[model] = list(configs_of(model).values()) if other_name else []
     return configs
-
-
-@lru_cache(maxsize=64)
-def _asks_for_sdpa(module_name: str) -> bool:
-    """Whether a model's code behaves differently if the attention is not called `sdpa` (Falcon, Gemma 4)."""
-    return ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[module_name])) is not None

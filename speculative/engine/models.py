@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
+from speculative.engine.library_state import attention_name, keeps_state, renew_buffers
 from speculative.engine.runners import UNRECORDED
 from speculative.engine.survey import survey
 from speculative.engine.windows import OWN_MASKS, attention_windows, by_layer_kind, layer_kinds, window_kinds
@@ -103,7 +104,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 def _is_recurrent(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config(decoder=True)
-    if getattr(model, "_is_stateful", False):
+    if keeps_state(model):
         return True
     if not layer_kinds(config).isdisjoint(OWN_MASKS):
         return False
@@ -136,9 +137,9 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
         return
     if getattr(config, "alibi", False) or "position_ids" not in forward_parameters(model):
         raise UserError(f"{who} takes no position ids (ALiBi or older code), which rows of different length need")
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if attention_name(config) not in ("sdpa", "eager"):
         raise UserError(
-            f"{who} uses attention '{config._attn_implementation}', which does not accept 4-D masks: "
+            f"{who} uses attention '{attention_name(config)}', which does not accept 4-D masks: "
             "load it with attn_implementation='sdpa'"
         )
     try:
@@ -184,10 +185,7 @@ def in_eval_mode(*models: PreTrainedModel | None) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_inference():
-                    module._buffers[name] = buffer.clone()
+        renew_buffers(modules)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class GraphRunner(Runner):
         output = checked(recording.output)
         output.fill_(torch.nan)  # So that a graph that does nothing fails the check.
         recording.replay()
-        # A head of some tokens gives -inf for all others.
+        # Logits of forbidden tokens are -inf.
         finite = expected.isfinite()
         difference = torch.where(finite, output - expected, 0.0).abs().amax()
         largest = torch.where(finite, expected, 0.0).abs().amax()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+from speculative.engine.library_state import all_modules, buffers_of, hooks_of, replaced_calls, version_of, weights_of
+
 SETTINGS = (int, float, bool, str)  # types of scalings, widths and names that modules hold
 SMALL = 1024  # numbers of a buffer that are compared one by one
 UNSETTLED = ("training", "max_seq_len_cached")  # change without a change of what a call gives, up to the context
@@ -61,7 +62,7 @@ class Survey:
 
     @cached_property
     def weights(self) -> list[torch.Tensor]:
-        return [own for one in self.modules if one._parameters for own in one._parameters.values() if own is not None]
+        return weights_of(self.modules)
 
     @cached_property
     def ordinary(self) -> bool:
@@ -69,10 +70,7 @@ class Survey:
 
     @cached_property
     def listened_to(self) -> bool:
-        return any(HOOKS_OF_ALL) or any(
-            one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) or one._compiled_call_impl
-            for one in self.modules
-        )
+        return bool(hooks_of(self.modules)) or replaced_calls(self.modules)
 
     @cached_property
     def state(self) -> Any:
@@ -96,14 +94,7 @@ class Survey:
 
     @cached_property
     def _stored_buffers(self) -> list[tuple[torch.Tensor, bool]]:
-        """Buffers, and whether a saved model has them."""
-        return [
-            (own, name not in one._non_persistent_buffers_set)
-            for one in self.modules
-            if one._buffers
-            for name, own in one._buffers.items()
-            if own is not None
-        ]
+        return buffers_of(self.modules)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -113,7 +104,7 @@ class Survey:
         small = {id(own): own for own, stored in self._stored_buffers if not stored and own.numel() <= SMALL}
         tensors, (places, kinds, adapters) = (*self.weights, *self.buffers), self.state
         addresses = [place for own, place in zip(tensors, places, strict=True) if id(own) not in small]
-        versions = [0 if own.is_inference() else own._version for own in tensors if id(own) not in small]
+        versions = [version_of(own) for own in tensors if id(own) not in small]
         # Numbers on a device would have to be waited for in every call.
         tables = [(own.dtype, own.shape, *(own.flatten().tolist() if own.is_cpu else ())) for own in small.values()]
         # The walk takes as long as all the rest: names would double it.
@@ -123,25 +114,14 @@ class Survey:
             for name, value in one.__dict__.items()
             if type(value) in SETTINGS and name not in UNSETTLED
         ]
-        of_each = [own for one in self.modules for own in (one._forward_hooks, one._forward_pre_hooks)]
-        hooks = [key for own in (*HOOKS_OF_ALL, *of_each) for key in own]
         configs = {id(own): own for one in self.modules if (own := vars(one).get("config"))}
-        parts = addresses, kinds, versions, tables, settings, hooks, map(config_text, configs.values())
+        parts = addresses, kinds, versions, tables, settings, hooks_of(self.modules), map(config_text, configs.values())
         return hash((modes, str(adapters), *map(tuple, parts)))
 
 
 def config_text(config: Any) -> str:
     """What a config says."""
     return str(getattr(config, "__dict__", {"": config}))
-
-
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()` without its bookkeeping."""
-    modules = [model]
-    for module in modules:
-        if module._modules:  # most have none
-            modules += [child for child in module._modules.values() if child is not None]
-    return modules
 
 
 _open: ContextVar[dict[nn.Module, Survey] | None] = ContextVar("surveys of models that do not change now", default=None)

@@ -15,6 +15,7 @@ from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, Dyn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from speculative.engine.library_state import attention, configs_of, dispatches_attention
 from speculative.engine.survey import config_text
 from speculative.errors import UserError
 
@@ -65,25 +66,18 @@ def _windows(model: PreTrainedModel, config: PretrainedConfig) -> list[int | Non
 
 def _observed(model: PreTrainedModel) -> dict[int, int | None]:
     """Windows of the layers whose attention and masks transformers dispatches, from one call of two tokens."""
-    held = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in held if isinstance(config, PretrainedConfig)}.values()
-    before = [config._attn_implementation for config in configs]
-    if not getattr(model, "_supports_attention_backend", False):
+    if not dispatches_attention(model):
         return {}
-    token = _layers.set({})
+    token, devices = _layers.set({}), [model.device] if model.device.type == "cuda" else []
     try:
-        for config in configs:
-            config._attn_implementation = OBSERVED
         # In train mode a call uses random numbers.
-        with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        with attention(list(configs_of(model).values()), OBSERVED), torch.no_grad(), torch.random.fork_rng(devices):
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
         return _layers.get()
     except Exception:  # code that counts on the usual names: the config is all there is
         return {}
     finally:
         _layers.reset(token)
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
 
 
 def _mask(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from speculative.engine.footprint import USABLE_SHARE, Capacity, Footprint, capacity, footprint
+from speculative.engine.memory import USABLE_SHARE, Capacity, Footprint, capacity, footprint
 from speculative.errors import UserError
 
 BYTES_OF = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

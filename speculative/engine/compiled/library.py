@@ -16,7 +16,7 @@ import time
 import warnings
 from pathlib import Path
 
-from speculative.engine.compiled.layouts import Block
+from speculative.engine.compiled.layouts import STRUCTS
 
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("step", "rules", "block"))
 HEADERS = tuple(Path(__file__).with_name(f"{name}.h") for name in ("vector", "step", "product", "rules"))
@@ -34,13 +34,11 @@ def library() -> ctypes.CDLL | None:
     """Return the library. None, after one warning, if it cannot be built or loaded: models then run eagerly."""
     try:
         loaded = ctypes.CDLL(str(_kept_library()))
-        loaded.block_bytes.restype = ctypes.c_int64
-        if loaded.block_bytes() != ctypes.sizeof(Block):
-            raise NoLibrary(
-                f"block.cpp has a Block of {loaded.block_bytes()} bytes, layouts.py of {ctypes.sizeof(Block)}"
-            )
+        sizes = list((ctypes.c_int64 * len(STRUCTS)).in_dll(loaded, "struct_bytes"))
+        if sizes != [ctypes.sizeof(struct) for struct in STRUCTS]:
+            raise NoLibrary(f"its structs have {sizes} bytes, which is not what layouts.py says")
     # RuntimeError: no home folder.
-    except (NoLibrary, OSError, RuntimeError, UnicodeError, subprocess.SubprocessError) as error:
+    except (NoLibrary, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         warnings.warn(f"models run without compiled code and take about three times as long: {error}", stacklevel=2)
         return None
     loaded.call_model.restype = loaded.run_blocks.restype = ctypes.c_int64

@@ -1,11 +1,10 @@
-"""Calls `step.cpp` for plain decoders: which models are supported, and the model, cache and call data that it gets.
+"""Calls `step.cpp` for plain decoders: the model, cache and call data that it gets.
 
 Shapes: R rows, K rows of one call (all, or a few), Q query tokens, N1 nodes of a token tree with its root, C capacity, D head
 width, V vocabulary.
 """
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,8 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from speculative.engine.agreement import Unfit, agrees, is_plain
+from speculative.engine.agreement import agrees
+from speculative.engine.architectures import LayerParts, Parts, Unfit, is_plain, rotary_of
 from speculative.engine.cache import RaggedCache, RaggedLayer
+from speculative.engine.compiled.layouts import Call, Layer, Matrix, Model
 from speculative.engine.compiled.library import library
 from speculative.engine.models import max_positions, vocab_rows
 from speculative.engine.survey import facts_of, survey
@@ -47,77 +48,64 @@ class _Weights:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises Unfit for an unsupported part."""
-        body: Any = model.base_model
-        layers = list(body.layers)[: model.config.num_hidden_layers]
-        attention, dtype = layers[0].self_attn, model.dtype
+        parts, self.dtype, self.vocab = Parts(model), model.dtype, vocab_rows(model)
+        if self.dtype not in KINDS:
+            raise Unfit(str(self.dtype))
         self.copied = False
         self.alive: list[torch.Tensor] = []  # tensors that are used by address only
-        self.head_width, self.dtype, self.vocab = attention.head_dim, dtype, vocab_rows(model)
-        self.kv_heads = _outputs(attention.k_proj) // self.head_width
-        if model.config.hidden_act not in ("silu", "swish") or self.head_width % 2 or dtype not in KINDS:
-            raise Unfit(f"{model.config.hidden_act}, heads of {self.head_width}, {dtype}")
-        width, heads = model.config.hidden_size, _outputs(attention.q_proj)
-        inner, embedding = _outputs(layers[0].mlp.gate_proj), model.get_input_embeddings()
-        self.sizes = (
-            len(layers),
-            width,
-            heads // self.head_width,
-            self.kv_heads,
-            self.head_width,
-            inner,
-        )
-        self._shapes = width, heads, self.kv_heads * self.head_width, inner
-        if _outputs(embedding) < self.vocab:
+        self.head_width, width, first = parts.head_width, parts.width, parts.layers[0]
+        heads, self.kv_heads = (_outputs(module) // self.head_width for module in (first.query, first.key))
+        inner, rows = _outputs(first.gate), _outputs(parts.embedding)
+        if rows < self.vocab:
             raise Unfit("fewer embeddings than logits")
-        self.rest = (
-            *self._matrix(embedding, _outputs(embedding), width),
-            *self._matrix(model.lm_head, _outputs(model.lm_head), width),
-            self._floats(body.norm.weight, width),
-            bits_of(body.norm.variance_epsilon),
-            bits_of(attention.scaling),
+        self.model = Model(
+            layers=len(parts.layers),
+            width=width,
+            heads=heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            inner=inner,
+            cache_kind=KINDS[self.dtype],
+            embedding=self._matrix(parts.embedding, rows, width),
+            head=self._matrix(parts.head, _outputs(parts.head), width),
+            norm=self._floats(parts.norm, width),
+            epsilon=parts.epsilon,
+            scaling=parts.scaling,
         )
-        windows = attention_windows(model)[: len(layers)]  # the cached answer may be of a deeper model
-        rows = [[*self._layer(layer), 0, 0, window or 0] for layer, window in zip(layers, windows, strict=True)]
-        self.layers = np.array(rows, dtype=np.int64)
+        self.layers = (Layer * len(parts.layers))(*(self._layer(layer) for layer in parts.layers))
 
-    def _layer(self, layer: Any) -> list[int]:
-        attention, mlp = layer.self_attn, layer.mlp
-        width, heads, kv_heads, inner = self._shapes
-        norms = (
-            (layer.input_layernorm, width),
-            (layer.post_attention_layernorm, width),
-            (getattr(attention, "q_norm", None), self.head_width),
-            (getattr(attention, "k_norm", None), self.head_width),
+    def _layer(self, layer: LayerParts) -> Layer:
+        sizes, D = self.model, self.head_width
+        width, inner, heads, kv_heads = sizes.width, sizes.inner, sizes.heads * D, sizes.kv_heads * D
+        return Layer(
+            norm=self._floats(layer.norm, width),
+            second_norm=self._floats(layer.mlp_norm, width),
+            query_norm=None if layer.query_norm is None else self._floats(layer.query_norm, D),
+            key_norm=None if layer.key_norm is None else self._floats(layer.key_norm, D),
+            query=self._matrix(layer.query, heads, width),
+            key=self._matrix(layer.key, kv_heads, width),
+            value=self._matrix(layer.value, kv_heads, width),
+            out=self._matrix(layer.out, width, heads),
+            gate=self._matrix(layer.gate, inner, width),
+            up=self._matrix(layer.up, inner, width),
+            down=self._matrix(layer.down, width, inner),
+            window=layer.window,
         )
-        matrices = (
-            (attention.q_proj, heads, width),
-            (attention.k_proj, kv_heads, width),
-            (attention.v_proj, kv_heads, width),
-            (attention.o_proj, width, heads),
-            (mlp.gate_proj, inner, width),
-            (mlp.up_proj, inner, width),
-            (mlp.down_proj, width, inner),
-        )
-        return [
-            *(0 if norm is None else self._floats(norm.weight, size) for norm, size in norms),
-            *(number for matrix in matrices for number in self._matrix(*matrix)),
-        ]
 
-    def _matrix(self, module: nn.Module, outputs: int, inputs: int) -> list[int]:
-        """weight, scale, bias, kind, outputs."""
+    def _matrix(self, module: nn.Module, outputs: int, inputs: int) -> Matrix:
         values, scale_N = _stored(module)
         if type(values) is not torch.Tensor or values.dtype not in KINDS or outputs < FEWEST_OUTPUTS:
             raise Unfit(f"a matrix of {type(values).__name__}, {values.dtype}")
         if values.shape != (outputs, inputs):
             raise Unfit(f"a matrix of {tuple(values.shape)} where others have {outputs, inputs}")
-        bias = getattr(module, "bias", None)
-        return [
-            self._at(values.contiguous(), values),
-            0 if scale_N is None else self._floats(scale_N, outputs),
-            0 if bias is None else self._floats(bias, outputs),
-            KINDS[values.dtype],
-            outputs,
-        ]
+        bias: Any = getattr(module, "bias", None)
+        return Matrix(
+            weight=self._at(values.contiguous(), values),
+            scale=None if scale_N is None else self._floats(scale_N, outputs),
+            bias=None if bias is None else self._floats(bias, outputs),
+            kind=KINDS[values.dtype],
+            outputs=outputs,
+        )
 
     def _floats(self, tensor: torch.Tensor, size: int) -> int:
         if tensor.numel() != size:
@@ -144,11 +132,11 @@ def _weights_of(model: PreTrainedModel) -> tuple[_Weights, list[torch.Tensor]]:
 
 def _angles(model: PreTrainedModel, positions: int) -> list[torch.Tensor]:
     """Cosines and sines (positions or more, D) of a model's rotary positions."""
-    facts, body = facts_of(model), cast(Any, model.base_model)
-    made_for = body.rotary_emb.inv_freq.tolist(), body.rotary_emb.attention_scaling  # they may be changed in place
+    facts, rotary = facts_of(model), rotary_of(model)
+    made_for = rotary.inv_freq.tolist(), rotary.attention_scaling  # they may be changed in place
     known = facts.get("angles")
     if known is None or known[0] != made_for or len(known[1][0]) < positions:
-        found = body.rotary_emb(torch.zeros(1), position_ids=torch.arange(positions).unsqueeze(0))
+        found = rotary(torch.zeros(1), position_ids=torch.arange(positions).unsqueeze(0))
         known = facts["angles"] = made_for, [angle[0].detach().float().contiguous() for angle in found]
     return cast(list[torch.Tensor], known[1])
 
@@ -163,7 +151,7 @@ class CompiledModel:
         weights, self._kept = _weights_of(model)
         self._weights = weights
         self.library, self._cache, self.vocab = loaded, cache, weights.vocab
-        self._layers, self._known_keys = weights.layers.copy(), torch.empty(0)
+        self._layers, self._known_keys = type(weights.layers).from_buffer_copy(weights.layers), torch.empty(0)
         assert isinstance(cache.layers[0], RaggedLayer)
         self._first_layer: Any = cache.layers[0]
         capacity = cache.place.capacity
@@ -173,23 +161,15 @@ class CompiledModel:
         self._angles = _angles(model, positions)
         if self._angles[0].shape[-1] != weights.head_width:
             raise Unfit("a part of a head is rotated")
-        self._model = np.array(
-            [
-                *weights.sizes,
-                capacity,
-                KINDS[weights.dtype],
-                positions,
-                *(angle.data_ptr() for angle in self._angles),
-                *weights.rest,
-            ],
-            dtype=np.int64,
-        )
+        self._model = Model.from_buffer_copy(weights.model)
+        self._model.capacity, self._model.positions = capacity, positions
+        self._model.cosines, self._model.sines = (angle.data_ptr() for angle in self._angles)
         for layer in cache.layers[: len(self._layers)]:
             assert isinstance(layer, RaggedLayer)
             if not layer.is_initialized:
                 empty = torch.zeros((0, weights.kv_heads, 0, weights.head_width), dtype=weights.dtype)
                 layer.lazy_initialization(empty, empty)
-        self._address = address_of(self._model)
+        self._addresses = ctypes.addressof(self._model), ctypes.addressof(self._layers)
 
     def __call__(
         self,
@@ -207,30 +187,29 @@ class CompiledModel:
         ids_KQ, starts_K = ids_KQ.contiguous(), np.ascontiguousarray(starts_K, dtype=np.int64)
         rows_K = None if rows is None else np.array(rows, dtype=np.int64)
         depths, sees = (None, None) if tree is None else _tree(tree)
-        call = np.array(
-            [
-                rows_count,
-                queries,
-                logits_kept,
-                torch.get_num_threads(),
-                ids_KQ.data_ptr(),
-                *map(address_of, (starts_K, rows_K, depths, sees)),
-                logits.data_ptr(),
-                0,
-            ],
-            dtype=np.int64,
+        call = Call(
+            rows=rows_count,
+            tokens=queries,
+            kept=logits_kept,
+            threads=torch.get_num_threads(),
+            ids=ids_KQ.data_ptr(),
+            starts=address_of(starts_K),
+            cache_rows=address_of(rows_K),
+            depths=address_of(depths),
+            sees=address_of(sees),
+            logits=logits.data_ptr(),
         )
-        check(self.library.call_model(*self.addresses(), address_of(call)) != 0)
+        check(self.library.call_model(*self.addresses(), ctypes.addressof(call)) != 0)
         return logits
 
     def addresses(self) -> tuple[int, int]:
         """Addresses of the model and of its layers, for compiled code."""
         first = self._first_layer.keys
         if first is not self._known_keys:  # the cache was compacted, by this call or by another user of it
-            for numbers, (keys, values) in zip(self._layers, self._cache.by_layer, strict=False):
-                numbers[-3:-1] = keys.data_ptr(), values.data_ptr()
-            self._known_keys, self._layers_address = first, address_of(self._layers)
-        return self._address, self._layers_address
+            for layer, (keys, values) in zip(self._layers, self._cache.by_layer, strict=False):
+                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            self._known_keys = first
+        return self._addresses
 
 
 def _stored(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -266,8 +245,3 @@ def _tree(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
 def address_of(array: np.ndarray | None) -> int:
     """Address of the first element; 0 (null in compiled code) for None."""
     return 0 if array is None else array.ctypes.data
-
-
-def bits_of(number: float) -> int:
-    """The bits of a float64 as an integer."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])

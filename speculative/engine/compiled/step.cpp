@@ -1,4 +1,4 @@
-// One call of a plain decoder (Llama, Mistral, Qwen 2 and 3) on a cache of keys and values: embedding, layers, norm, head.
+// One call of a plain decoder (see architectures.py) on a cache of keys and values: embedding, layers, norm, head.
 //
 // No weights are repacked: they are read where torch keeps them, once for some hundred tokens of a call. Sums always run in the
 // same order, for any number of tokens, rows and threads. So a token's logits have the same bits whether it is decoded alone

@@ -1,4 +1,4 @@
-// Data from Python, rows of 64-bit numbers in this order, and a call of a model.
+// A model, its layers and a call of it: layouts.py declares the same structs.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from speculative.engine.agreement import Feed, Unfit, agrees, is_plain, refuse
+from speculative.engine.agreement import Feed, agrees, refuse
+from speculative.engine.architectures import Unfit, is_plain, rotary_of
 from speculative.engine.cache import RaggedCache, RaggedLayer
 from speculative.engine.fused.products import PROGRAMS, Products, Workspace, power_of_two
 from speculative.engine.fused.weights import Layer, Weights
@@ -74,9 +75,9 @@ class Scratch:
         """Raises Unfit if only a part of a head is rotated."""
         self.work = Workspace(weights.device)
         positions = min(capacity, max_positions(model.config) or capacity)
-        places, body = torch.arange(positions, device=weights.device).unsqueeze(0), model.base_model
+        places = torch.arange(positions, device=weights.device).unsqueeze(0)
         like = torch.zeros(1, dtype=weights.dtype, device=weights.device)
-        cosines, sines = body.rotary_emb(like, position_ids=places)  # type: ignore[operator]
+        cosines, sines = rotary_of(model)(like, position_ids=places)
         self.angles_C2D = torch.cat((cosines[0], sines[0]), -1).contiguous()
         if self.angles_C2D.shape[-1] != 2 * weights.head_width:
             raise Unfit("a part of a head is rotated")
@@ -107,9 +108,7 @@ class FusedModel:
                 inner_MN = self.product(x_MK, layer.gated, layer.mlp_norm, gated=True)
                 x_MK = self.product(inner_MN, layer.down, add=x_MK)
             last_MK = x_MK.view(rows, queries, -1)[:, -kept:].reshape(rows * kept, -1).contiguous()
-            logits = self.product(last_MK, weights.head, weights.norm).view(rows, kept, -1)
-            head: Any = weights.head_module
-            return head.spread(logits) if hasattr(head, "spread") else logits
+            return self.product(last_MK, weights.head, weights.norm).view(rows, kept, -1)
 
     def _buffers(self) -> list[list[torch.Tensor]]:
         """Keys and values of each layer. The prefill has made them, unless every text has one token."""

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from speculative.engine.agreement import Unfit
+from speculative.engine.architectures import LayerParts, Parts, Unfit
 from speculative.engine.fused.products import Matrix
 from speculative.engine.survey import survey_again
-from speculative.engine.windows import attention_windows
 
 # float16 has too small a range for inputs that are normed after their product.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -39,37 +38,30 @@ class Weights:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises Unfit for an unsupported part."""
-        body: Any = model.base_model
-        layers = list(body.layers)[: model.config.num_hidden_layers]
-        attention, config = layers[0].self_attn, model.config
-        if config.hidden_act not in ("silu", "swish") or attention.head_dim % 2 or model.dtype not in DTYPES:
-            raise Unfit(f"{config.hidden_act}, heads of {attention.head_dim}, {model.dtype}")
+        parts = Parts(model)
+        if model.dtype not in DTYPES:
+            raise Unfit(str(model.dtype))
         self.device, self.dtype = model.device, model.dtype
-        self.head_width, self.scale = attention.head_dim, attention.scaling
-        self.heads = attention.q_proj.out_features // self.head_width
-        self.kv_heads = attention.k_proj.out_features // self.head_width
-        self.eps: float = body.norm.variance_epsilon
-        self.embedding, self.head_module = _whole(body.embed_tokens.weight), model.lm_head
-        self.norm = _whole(body.norm.weight)
-        self.head = Matrix(_whole(model.lm_head.weight), model.lm_head.bias)
-        windows = attention_windows(model)[: len(layers)]
-        self.layers = [_layer(layer, window or 0) for layer, window in zip(layers, windows, strict=True)]
+        self.head_width, self.scale, self.eps = parts.head_width, parts.scaling, parts.epsilon
+        first: Any = parts.layers[0]
+        self.heads, self.kv_heads = (one.out_features // self.head_width for one in (first.query, first.key))
+        self.embedding, self.norm = _whole(parts.embedding.weight), _whole(parts.norm)
+        self.head = Matrix(_whole(parts.head.weight), parts.head.bias)
+        self.layers = [_layer(layer) for layer in parts.layers]
 
 
-def _layer(layer: Any, window: int) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    query_norm, key_norm = (None if norm is None else _whole(norm.weight) for norm in norms)
+def _layer(layer: LayerParts) -> Layer:
+    query_norm, key_norm = (None if norm is None else _whole(norm) for norm in (layer.query_norm, layer.key_norm))
     return Layer(
-        _whole(layer.input_layernorm.weight),
-        packed(attention.q_proj, attention.k_proj, attention.v_proj),
+        _whole(layer.norm),
+        packed(layer.query, layer.key, layer.value),
         query_norm,
         key_norm,
-        packed(attention.o_proj),
-        _whole(layer.post_attention_layernorm.weight),
-        packed(mlp.gate_proj, mlp.up_proj),
-        packed(mlp.down_proj),
-        window,
+        packed(layer.out),
+        _whole(layer.mlp_norm),
+        packed(layer.gate, layer.up),
+        packed(layer.down),
+        layer.window,
     )
 
 
@@ -83,7 +75,7 @@ def _whole(weight: torch.Tensor) -> torch.Tensor:
 _joint: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-def packed(*modules: nn.Linear) -> Matrix:
+def packed(*modules: Any) -> Matrix:
     """The matrix of linear layers that read the same input. Their parameters become parts of it; the first time, memory for one such
     matrix is needed besides. Raises Unfit unless they are plain.
     """
@@ -95,7 +87,7 @@ def packed(*modules: nn.Linear) -> Matrix:
     return Matrix(_together(modules, "weight"), None if modules[0].bias is None else _together(modules, "bias"))
 
 
-def _together(modules: Sequence[nn.Linear], name: str) -> torch.Tensor:
+def _together(modules: Sequence[Any], name: str) -> torch.Tensor:
     parts: list[torch.Tensor] = [getattr(module, name) for module in modules]
     if len(parts) == 1:
         return parts[0].detach()

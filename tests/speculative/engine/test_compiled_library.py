@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speculative.engine.compiled import library as module
-from speculative.engine.compiled.layouts import Block
+from speculative.engine.compiled.layouts import STRUCTS, Block
 from speculative.engine.compiled.library import NoLibrary, library
 
 
@@ -31,8 +31,9 @@ def opened() -> object:
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of nothing, which is built in no time."""
     source = tmp_path / "nothing.cpp"
-    functions = f"long block_bytes() {{ return {ctypes.sizeof(Block)}; }} void call_model() {{}} void run_blocks() {{}}"
-    source.write_text(f'extern "C" {{ {functions} void forget_all() {{}} }}')
+    sizes = ", ".join(str(ctypes.sizeof(struct)) for struct in STRUCTS)
+    functions = "void call_model() {} void run_blocks() {} void forget_all() {}"
+    source.write_text(f'extern "C" {{ long struct_bytes[] = {{{sizes}}}; {functions} }}')
     monkeypatch.setattr(module, "SOURCES", (source,))
 
 
@@ -113,5 +114,5 @@ def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
 def test_a_library_of_another_layout_is_not_called(folder: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = module.SOURCES
     source.write_text(source.read_text().replace(str(ctypes.sizeof(Block)), "8"))
-    with pytest.warns(UserWarning, match="block.cpp has a Block of 8 bytes"):
+    with pytest.warns(UserWarning, match="its structs have .* 8\\] bytes, which is not what layouts.py says"):
         assert opened() is None

@@ -25,7 +25,7 @@ from distill.models.quantized import Int8Linear
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.engine.agreement import PLAIN_DECODERS, is_plain
+from speculative.engine.architectures import ARCHITECTURES, is_plain
 from speculative.engine.cached_model import CachedModel
 from speculative.engine.compiled.library import library
 from speculative.engine.compiled.model import CompiledModel
@@ -69,7 +69,7 @@ def logits(model, runner: str) -> list[torch.Tensor]:
     return [one.float() for one in found]
 
 
-@pytest.mark.parametrize("kind", sorted(PLAIN_DECODERS))
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
 @pytest.mark.parametrize(
     "shape",
     [{}, {"hidden_size": 36, "intermediate_size": 46, "head_dim": 10}, {"attention_bias": True, "mlp_bias": True}],

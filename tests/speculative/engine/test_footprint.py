@@ -4,8 +4,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from speculative.engine.footprint import Footprint, cache_bytes_per_request, capacity
-from speculative.engine.memory import cache_bytes
+from speculative.engine.memory import Footprint, cache_bytes, cache_bytes_per_request, capacity
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "falcon", "gpt_neox", "gemma2"])
