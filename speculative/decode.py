@@ -78,8 +78,6 @@ class Options(TypedDict, total=False):
     (default: always settings.gamma); its maximum must not exceed settings.gamma. gate: called in order for every token before
     it is streamed; `response.gate_log` records the calls. log: writes every proposal as parquet. runner: `auto` (CUDA graphs on CUDA,
     compiled code elsewhere), `eager`, `compile` or `graph`. timing: filled while decoding. in_order: prompts get rows in their own order.
-    draft_reads_late: the target alone emits a response's first token, and only then the draft reads the prompt. So the first token
-    does not wait for the draft, and blocks start behind it. No effect without a model that drafts chains, or in recorded blocks.
     """
 
     batch_size: int
@@ -90,7 +88,6 @@ class Options(TypedDict, total=False):
     runner: str
     timing: Timing | None
     in_order: bool
-    draft_reads_late: bool
 
 
 def generate(
@@ -228,8 +225,6 @@ class _Call:
         self.budgets = [min(most, (context or len(ids) + most) - len(ids)) for _, ids in prompts]
         self.seats: list[_Seat | None] = [None] * self.rows
         self.in_order, self.began = options.get("in_order", False), 0.0
-        late = options.get("draft_reads_late", False) and settings.tree is None
-        self.late = late and drafter is not None and self.draft_model is not None and not drafter.shares_cache
 
     def events(self) -> Generator[Event, None, None]:
         """The stream of events. Memory is allocated when the first event is requested."""
@@ -264,10 +259,10 @@ class _Call:
             if len(order) > self.rows and not self.in_order:
                 order.sort(key=lambda index: -len(self.prompts[index][1]))
             waiting = deque(order)
-            loop.timing, loop.draft_waits = timing, self.late and loop.draft_may_wait
+            loop.timing = timing
             free = list(range(self.rows))
             while True:
-                yield from self._seated(loop, free, waiting)
+                self._seat(loop, free, waiting)
                 seated = [row for row, place in enumerate(self.seats) if place is not None]
                 if not seated:
                     break
@@ -300,23 +295,18 @@ class _Call:
             reads_each_block=self.reads_each_block,
         )
 
-    def _seated(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> Generator[list[Event], None, None]:
-        """Give free rows to waiting prompts. If the draft reads late: until every response that got a row has its first token."""
-        while free and waiting:
-            indices = [waiting.popleft() for _ in free[: len(waiting)]]
-            rows, free, now = free[: len(indices)], [], time.perf_counter()
-            for row, index in zip(rows, indices, strict=True):
-                key, ids = self.prompts[index]
-                stream = TextStream(self.tokenizer, self.settings.stop) if self.tokenizer is not None else None
-                response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
-                self.seats[row] = _Seat(index, response, now, stream)
-                self.policy.admit(row)
+    def _seat(self, loop: BlockLoop, free: list[int], waiting: deque[int]) -> None:
+        """Give free rows to waiting prompts."""
+        rows, now = free[: len(waiting)], time.perf_counter()
+        indices = [waiting.popleft() for _ in rows]
+        for row, index in zip(rows, indices, strict=True):
+            key, ids = self.prompts[index]
+            stream = TextStream(self.tokenizer, self.settings.stop) if self.tokenizer is not None else None
+            response = Response(key=key, prompt_ids=list(ids), budget=self.budgets[index])
+            self.seats[row] = _Seat(index, response, now, stream)
+            self.policy.admit(row)
+        if rows:
             loop.admit(rows, [self.prompts[index] for index in indices], [self.budgets[index] for index in indices])
-            if loop.draft_waits:
-                with torch.no_grad():
-                    events, free = self._committed(loop, loop.first_tokens(rows))
-                yield events
-                loop.read_prompts([row for row in rows if row not in free])
 
     def _one_block(self, loop: BlockLoop) -> tuple[list[Event], list[int]]:
         """Run one block. Returns the events of its rows and the rows that are free because their response ended."""

@@ -48,8 +48,6 @@ def in_step_mode(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate
 class BlockLoop:
     """Decodes a batch of rows block by block. `decode` assigns prompts to rows and ends them; `cost` drives the loop to time it."""
 
-    draft_may_wait = True  # until `read_prompts`, after `first_tokens`; with draft_waits `admit` does not prefill it
-    draft_waits = False
     # A loop may run so many blocks in a `run_block`, and return the rest, `ahead`, from the next ones: until then rows change only where a
     # response ends, and gamma not at all.
     may_run = 1
@@ -126,34 +124,11 @@ class BlockLoop:
         # In order of rows, so that a full batch is prefilled as one batch of all rows.
         rows.sort()
         self.target.prefill(self.tokens_RC, rows, self.lengths_R[rows] - 1)
-        if not self.draft_waits:
-            self._admit_draft(rows)
-        self._prefilled(began)
-
-    @in_step_mode
-    def read_prompts(self, rows: Sequence[int]) -> None:
-        """Prefill the draft for these rows."""
-        began = time.perf_counter()
-        self._admit_draft(rows)
-        self._prefilled(began)
-
-    def _admit_draft(self, rows: Sequence[int]) -> None:
         if self.drafter is not None and rows:
-            self.drafter.admit(sorted(rows), self.tokens_RC, self.lengths_R)
-
-    def _prefilled(self, began: float) -> None:
+            self.drafter.admit(rows, self.tokens_RC, self.lengths_R)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.timing.prefill_seconds += time.perf_counter() - began
-
-    def first_tokens(self, rows: Sequence[int]) -> BlockOutcome:
-        """One token of each of these rows by the target alone; the other rows stay as they are."""
-        drafter, active_R = self.drafter, self.active_R
-        self.drafter, self.active_R, self.may_run = None, active_R & np.isin(self._rows_R, rows), 1
-        try:
-            return self.run_block(0)
-        finally:
-            self.drafter, self.active_R = drafter, active_R
 
     def leave(self, row: int) -> None:
         """Mark the row as done. Until it is reused or dropped, it is computed as a text of one token."""

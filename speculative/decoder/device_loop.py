@@ -64,8 +64,6 @@ class _Flight(NamedTuple):
 class DeviceLoop(BlockLoop):
     """A `BlockLoop` for a fixed gamma, a draft that proposes on the device (or none), no tree and no logits rules."""
 
-    draft_may_wait = False  # Its blocks are recorded with their gamma.
-
     def __init__(
         self,
         target: PreTrainedModel,

@@ -338,7 +338,7 @@ def clock(
     load: int,
     seconds: float,
 ) -> dict[str, Waiting]:
-    """Waits with each way for `load` clients, each of which asks again when its response ends. The draft reads late.
+    """Waits with each way for `load` clients, each of which asks again when its response ends.
 
     At least CLOCKED requests and two a client, or as many as begin within `seconds` for all ways, each to its end. The ways take
     turns. A turn begins with one request of every client at once; its clients go on until the last counted response ends.
@@ -352,7 +352,7 @@ def clock(
         most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0
         for way in ways[:: 1 if turn % 2 else -1]:
             responses, timing = waits[way.name] if turn >= 0 else ([], Timing())
-            how = Options(batch_size=load, timing=timing, in_order=True, draft_reads_late=True)
+            how = Options(batch_size=load, timing=timing, in_order=True)
             stop, seen, ended = time.perf_counter() + most, dict[int, Response](), 0
             stream = generate(target, way.drafter and way.drafter(), requests, way.settings(settings), **how)
             with contextlib.closing(stream):

@@ -4,7 +4,6 @@ lossless only if both are changed by the same rule on the same text: a rule here
 Shapes: R rows, Q positions scored in one row, V vocabulary, C columns of the token buffer, E end tokens.
 """
 
-import inspect
 import math
 import operator
 from collections.abc import Iterable
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from transformers import LogitsProcessor
 
 from speculative.errors import UserError
 
@@ -34,8 +32,6 @@ class LogitsRules:
     bias: (token id, number added to its logit) pairs, added before the penalty as transformers does.
     allowed_ids: only these tokens are allowed; () allows all. banned_ids: forbidden tokens.
     min_tokens: no id of `eos_ids` before this many response tokens. Stop strings are not affected.
-    extra: transformers LogitsProcessors, called last and one text at a time: slow, and the host waits for the device.
-        They must be functions of (input_ids, scores): they see drafted tokens that are discarded later.
 
     Raises UserError for a value outside its range and for rules that together forbid every token.
     """
@@ -46,7 +42,6 @@ class LogitsRules:
     banned_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
-    extra: tuple[LogitsProcessor, ...] = ()
     # Created once: copying from the host in every call would stall a GPU and is not allowed in a captured graph.
     _constants: dict[tuple[torch.device, int], _Constants] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -56,20 +51,17 @@ class LogitsRules:
         for name in ("allowed_ids", "banned_ids", "eos_ids"):
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
         object.__setattr__(self, "bias", _bias_pairs(self.bias))
-        object.__setattr__(self, "extra", tuple(self.extra))
         if not (isinstance(self.repetition_penalty, int | float) and 0.0 < self.repetition_penalty < math.inf):
             raise UserError(f"repetition_penalty = {self.repetition_penalty!r}: must be a positive number (1 = off)")
         if not isinstance(self.min_tokens, int) or self.min_tokens < 0:
             raise UserError(f"min_tokens = {self.min_tokens!r}: must be 0 (off) or a positive number of tokens")
-        for processor in self.extra:
-            _check_processor(processor)
         if self.allowed_ids:
             self._check_something_is_left(set(self.allowed_ids))
 
     @property
     def active(self) -> bool:
         """Whether any rule is on."""
-        told = self.allowed_ids or self.banned_ids or self.extra or (self.min_tokens > 0 and self.eos_ids)
+        told = self.allowed_ids or self.banned_ids or (self.min_tokens > 0 and self.eos_ids)
         return bool(told or self.repetition_penalty != 1.0 or any(value != 0.0 for _, value in self.bias))
 
     def check(self, vocab_size: int) -> None:
@@ -88,7 +80,7 @@ class LogitsRules:
         Row r's text is tokens_RC[r, :lengths_R[r]], of which the first prompt_lengths_R[r] are its prompt; the rest of the row may be
         anything. Lengths are at least 1. Several positions of a row at once: logits (R, Q, V) with lengths (R, Q), position q of row r
         having the text tokens_RC[r, :lengths_RQ[r, q]] (so drafted tokens must be written after the committed ones). `tokens_RC` may be
-        cut after the longest text, which makes the penalty cheaper. All tensors are on one device; without `extra` nothing waits for it.
+        cut after the longest text, which makes the penalty cheaper. All tensors are on one device, and nothing waits for it.
         """
         dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
         scores = logits_RV.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -106,8 +98,6 @@ class LogitsRules:
         if constants.ceiling_V is not None:
             # Twenty times as fast on a CPU as masked_fill_ with a mask that is broadcast; NaN stays NaN and is found.
             torch.minimum(scores, constants.ceiling_V, out=scores)
-        if self.extra:
-            self._apply_extra(scores, tokens_RC, lengths_R)
         return scores
 
     def _on(self, device: torch.device, vocab_size: int) -> _Constants:
@@ -127,22 +117,6 @@ class LogitsRules:
         made = _Constants(*(None if tensor is None else tensor.to(device) for tensor in (bias_V, ceiling_V, eos_E)))
         self._constants[device, vocab_size] = made
         return made
-
-    def _apply_extra(self, scores: torch.Tensor, tokens_RC: torch.Tensor, lengths: torch.Tensor) -> None:
-        """In place, one text at a time, because a processor may not handle padding."""
-        scores_RQV = scores.view(tokens_RC.shape[0], -1, scores.shape[-1])
-        for row, lengths_Q in enumerate(lengths.view(tokens_RC.shape[0], -1).tolist()):
-            for place, length in enumerate(lengths_Q):
-                for processor in self.extra:
-                    before_1V = scores_RQV[row, place].unsqueeze(0)
-                    after_1V = processor(tokens_RC[row : row + 1, :length], before_1V)  # type: ignore[arg-type]
-                    if not isinstance(after_1V, torch.Tensor) or after_1V.shape != before_1V.shape:
-                        found = tuple(after_1V.shape) if isinstance(after_1V, torch.Tensor) else after_1V
-                        raise UserError(
-                            f"logits processor {type(processor).__name__} returned {found} for scores of shape "
-                            f"{tuple(before_1V.shape)}: it must return a tensor of that shape"
-                        )
-                    scores_RQV[row, place] = after_1V[0]
 
     def _check_something_is_left(self, possible: set[int]) -> None:
         left = possible.difference(self.banned_ids)
@@ -195,14 +169,3 @@ def _bias_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], 
         if not math.isfinite(value):
             raise UserError(f"bias of token id {token} is {value}: must be finite (use banned_ids to forbid a token)")
     return plain
-
-
-def _check_processor(processor: object) -> None:
-    """Raises UserError unless it can be called with (input_ids, scores) alone."""
-    name = type(processor).__name__
-    if not callable(processor):
-        raise UserError(f"extra has {processor!r}: must be a transformers LogitsProcessor")
-    try:
-        inspect.signature(processor).bind(None, None)
-    except TypeError as error:
-        raise UserError(f"logits processor {name} needs more than (input_ids, scores): not usable here") from error

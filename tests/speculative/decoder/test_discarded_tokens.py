@@ -105,15 +105,17 @@ def test_no_block_reads_a_number_of_an_earlier_block(name, policy, runner, spent
 @pytest.mark.parametrize("rule", ["sample", "greedy-draft"])
 def test_no_block_of_a_tree_and_none_behind_a_gate_reads_a_number_of_an_earlier_block(rule, spent_numbers):
     tree = TokenTree.from_branching((3, 2, 1))
-    ways = {"gate": lambda key, position, token, ids: 5 if position % 4 == 2 else None}, {"draft_reads_late": True}
+
+    def gate(key, position, token, ids):
+        return 5 if position % 4 == 2 else None
 
     def said():
         settings = DecodeSettings(SamplingSettings(0.9), 3, Rule.named(rule), 12)
         of_trees = decode(
             TARGET, ModelDrafter(DRAFT), PROMPTS, DecodeSettings(settings.sampling, 3, Rule.named(rule), 12, tree=tree)
         )
-        chains = [decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, **options) for options in ways]
-        return [texts(responses) for responses, _ in (of_trees, *chains)]
+        gated = decode(TARGET, ModelDrafter(DRAFT), PROMPTS, settings, gate=gate)
+        return [texts(responses) for responses, _ in (of_trees, gated)]
 
     untouched = said()
     spent_numbers()
