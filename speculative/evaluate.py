@@ -238,7 +238,7 @@ def decode_live(
     asked = [(one.key, one.prompt_ids) for one in prompts]
     responses, _ = decode(target, draft.drafter(), asked, settings, batch_size=batch_size)
     sums_of = [LiveSums(one.key, len(one.response_ids), one.blocks, one.drafted, one.accepted) for one in responses]
-    if _has_law(settings):
+    if _replay_predicts(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         predicted_N, variance_N = predicted_blocks(own, settings.rule, settings.gamma)
         for sums, predicted, variance in zip(sums_of, predicted_N.tolist(), variance_N.tolist(), strict=True):
@@ -287,7 +287,7 @@ def fresh_check(new_P2: np.ndarray, stored_P2: np.ndarray) -> FreshCheck:
     )
 
 
-def _has_law(settings: DecodeSettings) -> bool:
+def _replay_predicts(settings: DecodeSettings) -> bool:
     """Whether replay can predict blocks at these settings."""
     return settings.active_rules is None and settings.tree is None and settings.rule.lossless
 
@@ -324,7 +324,7 @@ def judge(
             live = live_metrics([responses[index] for index in indices], settings.gamma)
             domains[name] = domains[name].model_copy(update=dict(live))
     check = None
-    if _has_law(settings):
+    if _replay_predicts(settings):
         own = score_tokens(draft.model, responses, settings.sampling, offsets=draft.offsets(settings.gamma, 1))
         check = agreement_of(own, settings.rule, [response.blocks for response in responses], settings.gamma)
     warnings = (agreement_warning(check), *speed_warnings(target, draft.model))

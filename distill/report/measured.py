@@ -42,7 +42,8 @@ def timed_table(rows: Sequence[Measured], run: str | None, title: str = "", capt
         caption=caption,
     )
     for row in rows:
-        few = TOO_FEW_TIMED if row.speed_up and row.speed_up_ci is None and row.way != TARGET else ""
+        timed = row.speed_up is not None and not row.how.get("speed_up", "timed").startswith("predicted")
+        few = TOO_FEW_TIMED if timed and row.speed_up_ci is None and row.way != TARGET else ""
         table.add(
             Cell(row.way, note=row.sizes, mark="run this" if row.way == run else ""),
             row.gamma or None,

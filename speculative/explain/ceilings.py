@@ -11,12 +11,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from speculative.explain.target_view import top_tokens
-from speculative.measure.baseline_replay import Tuned, kept_by_lookup, tuned_lookup
+from speculative.measure.baseline_replay import kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, best_gamma, break_even_alpha, iid_tau
-from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
 from speculative.measure.measured import LOOKUP, How, Measured
-from speculative.measure.metrics import alpha_with_interval, rule_curve
-from speculative.measure.replay import replay, texts_kept, texts_of
+from speculative.measure.metrics import alpha_with_interval, predicted_row, rule_curve
+from speculative.measure.replay import TextCosts, replay, texts_kept, texts_of
 from speculative.measure.token_scores import StoredText, TokenScores, scored_gammas
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
@@ -146,10 +145,10 @@ def advice(costs: StepCosts) -> tuple[Culprit, str] | None:
 
 
 def decide(
-    costs: StepCosts, now: float, reachable: float, baseline: float, together: tuple[float, float] = (1.0, 1.0)
+    costs: StepCosts, now: float, reachable: float, baseline: float, after_lookup: tuple[float, float] = (1.0, 1.0)
 ) -> DecisionWord:
     """Decide what to do with a draft, from its speed-ups over the target alone: now, at its best gamma; reachable, with `closed_share` of
-    the gap to its ceiling closed; together, both with prompt lookup before it. baseline: of a drafter without training; 1 if there is
+    the gap to its ceiling closed; after_lookup, the same two with prompt lookup before it. baseline: of a drafter without training; 1 if there is
     none. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
@@ -157,9 +156,9 @@ def decide(
     bar, joint_bar = max(WORTHWHILE, baseline), max(WORTHWHILE, GAIN_WORTHWHILE * baseline)
     if now > 1.0 and reachable < GAIN_WORTHWHILE * now:
         return "no_headroom"
-    if reachable < bar and together[1] < joint_bar:
+    if reachable < bar and after_lookup[1] < joint_bar:
         return "out_of_reach"
-    return "already_pays" if now >= bar or together[0] >= joint_bar else "needs_distillation"
+    return "already_pays" if now >= bar or after_lookup[0] >= joint_bar else "needs_distillation"
 
 
 @dataclass(frozen=True)
@@ -208,21 +207,21 @@ class Outlook:
     """One draft under one rule on frozen target text, at the gamma that is best for each row by its step times.
 
     now: the present draft. distilled: with `closed_share` of the gap to its ceiling closed. ceiling: alpha 1, or that of the target's
-    argmax where the draft takes its argmax and the target samples. both: prompt lookup before the draft, now and distilled;
+    argmax where the draft takes its argmax and the target samples. after_lookup: prompt lookup before the draft, now and distilled;
     empty for a rule that is not token-wise. taus: of the present draft, by gamma. gamma 0: no gamma pays.
     """
 
     now: Measured
     distilled: Measured
     ceiling: Measured
-    both: tuple[Measured, ...]
+    after_lookup: tuple[Measured, ...]
     survival: list[float]
     taus: dict[int, float]
     decision: DecisionWord
 
     @property
     def rows(self) -> list[Measured]:
-        return [self.now, self.distilled, self.ceiling, *self.both]
+        return [self.now, self.distilled, self.ceiling, *self.after_lookup]
 
 
 def lookup_outlook(
@@ -231,10 +230,10 @@ def lookup_outlook(
     """(prompt lookup at its best n-gram sizes and gamma, share of the tokens where it proposes, and where it is right). row: the text and
     the load. Chosen on the same texts, which is acceptable for a baseline with few choices.
     """
-    tuned = tuned_lookup(texts, costs, gammas)
-    kept_T = np.concatenate([kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in texts])
-    found = replace(_tuned_row(row, tuned), way=LOOKUP, speed_up_ci=_pace(texts, prompt_keys, tuned.steps_N))
-    return found, float((kept_T >= 0).mean()), float((kept_T > 0).mean())
+    lookup, gamma = _lookup_row(replace(row, way=LOOKUP), texts, prompt_keys, costs, gammas)
+    assert lookup.ngrams is not None
+    kept_T = np.concatenate([kept_by_lookup(text, gamma, *lookup.ngrams) for text in texts])
+    return lookup, float((kept_T >= 0).mean()), float((kept_T > 0).mean())
 
 
 def draft_outlook(
@@ -266,7 +265,13 @@ def draft_outlook(
     # The ceiling's acceptance at a share of the positions, else its own, so hard positions stay as unevenly spread.
     closed = [(1.0 - share) * probs + share * highest for probs, highest in zip(probs_of, best, strict=True)]
     closed_taus = replay(closed, gammas)
-    both = () if texts is None else _both(texts, prompt_keys, scores, closed, costs, row)
+    after_lookup: tuple[Measured, ...] = ()
+    if texts is not None:
+        before, drafted = replace(row, way=f"{BEFORE}{row.way}"), (texts_of(scores, rule), texts_kept(closed))
+        as_it_is, closer = (_lookup_row(before, texts, prompt_keys, costs, gammas, own)[0] for own in drafted)
+        how: dict[str, How] = {"tau": "predicted", "speed_up": "predicted"}
+        closer = replace(closer, way=f"{before.way}{DISTILLED}", tau_ci=None, speed_up_ci=None, how=how)
+        after_lookup = (as_it_is, closer)
     if rule.joint:
         by_token = replay(probs_of, gammas)
         closed_taus = {g: partly_closed_tau(taus[g], g, by_token[g], closed_taus[g]) for g in gammas}
@@ -284,9 +289,9 @@ def draft_outlook(
         low, high = curve.tau_ci[gammas.index(now.gamma)]
         ends = costs.speed_up(now.gamma, low), costs.speed_up(now.gamma, high)
         now = replace(now, tau_ci=(low, high), speed_up_ci=ends)
-    together = tuple(one.speed_up or 1.0 for one in both) or (1.0, 1.0)
-    decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (together[0], together[1]))
-    return Outlook(now, distilled, ceiling, both, curve.survival, taus, decision)
+    joint = [one.speed_up or 1.0 for one in after_lookup] or [1.0, 1.0]
+    decision = decide(costs, now.speed_up or 1.0, distilled.speed_up or 1.0, baseline, (joint[0], joint[1]))
+    return Outlook(now, distilled, ceiling, after_lookup, curve.survival, taus, decision)
 
 
 def at_load(now: Measured, taus: Mapping[int, float], costs: StepCosts) -> Measured:
@@ -303,41 +308,21 @@ def _by_start(probs_T: np.ndarray, like: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, like.shape[1])
 
 
-def _both(
+def _lookup_row(
+    row: Measured,
     texts: Sequence[StoredText],
     prompt_keys: Sequence[Hashable],
-    scores: Sequence[TokenScores],
-    closed: Sequence[np.ndarray],
     costs: StepCosts,
-    row: Measured,
-) -> tuple[Measured, Measured]:
-    """Prompt lookup before the present draft, and before one whose tokens are kept with probability `closed`."""
-    gammas = scored_gammas(scores, range(1, max(costs.verify_seconds) + 1))
-    tuned = tuned_lookup(texts, costs, gammas, texts_of(scores, Rule.named(row.rule)))
-    row = replace(row, way=f"{BEFORE}{row.way}")
-    now = replace(_tuned_row(row, tuned), speed_up_ci=_pace(texts, prompt_keys, tuned.steps_N))
-    distilled = _tuned_row(row, tuned_lookup(texts, costs, gammas, texts_kept(closed)))
-    predicted: dict[str, How] = {"tau": "predicted", "speed_up": "predicted"}
-    return now, replace(distilled, way=f"{row.way}{DISTILLED}", how=predicted)
-
-
-def _pace(texts: Sequence[StoredText], prompt_keys: Sequence[Hashable], steps_N: np.ndarray) -> Interval:
-    """Interval of tokens per target step."""
-    tokens_N = np.array([len(text.response_ids) for text in texts])
-    return ratio_interval(sum_by_prompt(prompt_keys, tokens_N), sum_by_prompt(prompt_keys, steps_N))
-
-
-def _tuned_row(row: Measured, tuned: Tuned) -> Measured:
-    pays = tuned.speed_up > 1.0
-    return replace(
-        row,
-        gamma=tuned.gamma if pays else 0,
-        then_gamma=tuned.then_gamma,
-        ngrams=tuned.sizes,
-        tau=tuned.tau if pays else 1.0,
-        speed_up=max(tuned.speed_up, 1.0),
-        how={"tau": "replay", "speed_up": "predicted"},
-    )
+    gammas: Sequence[int],
+    drafted: Sequence[TextCosts] | None = None,
+) -> tuple[Measured, int]:
+    """(prompt lookup, alone or before a draft, at its best n-gram sizes and gamma; that gamma even if the row says that none pays)."""
+    tuned, tokens_N = tuned_lookup(texts, costs, gammas, drafted), np.array([len(text.response_ids) for text in texts])
+    row = replace(row, gamma=tuned.gamma, then_gamma=tuned.then_gamma, ngrams=tuned.sizes)
+    row = predicted_row(row, prompt_keys, tokens_N, tuned.blocks.calls_NK[:, 0], tuned.steps_N)
+    if tuned.speed_up <= 1.0:
+        row = replace(row, gamma=0, tau=1.0, tau_ci=None, speed_up=1.0, speed_up_ci=None)
+    return row, tuned.gamma
 
 
 def _at_best_gamma(row: Measured, alpha: float, taus: Mapping[int, float], costs: StepCosts) -> Measured:

@@ -5,7 +5,7 @@ of them, J = 1..gamma.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -14,7 +14,7 @@ from pydantic import Field
 from speculative.decoder.responses import Response, Timing
 from speculative.errors import UserError
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
-from speculative.measure.measured import Waits
+from speculative.measure.measured import Measured, Waits
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -71,6 +71,22 @@ def calls_curve(tokens_N: np.ndarray, calls_NK: np.ndarray, prompt_keys: Sequenc
     there is no token.
     """
     return _curve(tokens_N, calls_NK, prompt_keys, np.zeros(len(tokens_N)))[0]
+
+
+def predicted_row(
+    row: Measured,
+    prompt_keys: Sequence[Hashable],
+    tokens_N: np.ndarray,
+    calls_N: np.ndarray,
+    steps_N: np.ndarray | None = None,
+) -> Measured:
+    """The row with tau by replay, from a way's expected target calls (N,), and with the speed-up that its target steps (N,) predict."""
+    curve = calls_curve(tokens_N, np.stack([calls_N] if steps_N is None else [calls_N, steps_N], 1), prompt_keys)
+    row = replace(row, prompts=curve.prompts, tokens=curve.tokens, tau=curve.tau[0], tau_ci=curve.tau_ci[0])
+    if steps_N is None:
+        return replace(row, how=row.how | {"tau": "replay"})
+    how = row.how | {"tau": "replay", "speed_up": "predicted"}
+    return replace(row, speed_up=curve.tau[1], speed_up_ci=curve.tau_ci[1], how=how)
 
 
 def _curve(

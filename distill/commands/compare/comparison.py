@@ -24,8 +24,8 @@ from speculative.measure.cost import StepCosts, gamma_to_run, given_costs
 from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
 from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.intervals import Interval
-from speculative.measure.measured import HELD_OUT, LOOKUP, How, Measured, Row, Way
-from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve
+from speculative.measure.measured import HELD_OUT, LOOKUP, Measured, Row, Way
+from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve, predicted_row
 from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
@@ -250,29 +250,14 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
 
 def _row(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int, text: str) -> Measured:
     """A row for a way on a text at one gamma: alpha and tau by replay, and the predicted speed-up if steps were timed."""
-    curve, how = calls_curve(entry.tokens_N, entry.calls(rule, (gamma,)), keys), dict[str, How](tau="replay")
-    row = Measured(
-        entry.name,
-        rule.name,
-        1,
-        text,
-        curve.prompts,
-        curve.tokens,
-        gamma,
-        tau=curve.tau[0],
-        tau_ci=curve.tau_ci[0],
-        how=how,
-        ngrams=entry.ngrams,
-        tuned_on=None if entry.ngrams is None else entry.tuned_on,
-    )
+    tuned_on = None if entry.ngrams is None else entry.tuned_on
+    row = Measured(entry.name, rule.name, text=text, gamma=gamma, ngrams=entry.ngrams, tuned_on=tuned_on)
     if entry.judged is not None:
         alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in entry.judged], keys)
-        row, how["alpha"] = replace(row, alpha=alpha, alpha_ci=alpha_ci), "replay"
-    if (steps_N1 := entry.steps(rule, (gamma,))) is not None:
-        pace = calls_curve(entry.tokens_N, steps_N1, keys)
-        row = replace(row, speed_up=pace.tau[0], speed_up_ci=pace.tau_ci[0])
-        how["speed_up"] = "predicted"
-    return row
+        row = replace(row, alpha=alpha, alpha_ci=alpha_ci, how={"alpha": "replay"})
+    steps_N1 = entry.steps(rule, (gamma,))
+    steps_N = None if steps_N1 is None else steps_N1[:, 0]
+    return predicted_row(row, keys, entry.tokens_N, entry.calls(rule, (gamma,))[:, 0], steps_N)
 
 
 def _way(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int) -> ComparedWay:

@@ -1,4 +1,4 @@
-"""`understudy probe`: go or no-go for a target and its candidate drafts, before a GPU-hour is spent on distilling."""
+"""`understudy probe`: go or no-go for a target and its drafts, before a GPU-hour is spent on distilling."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from distill.commands.output import check_writable, write_asked
 from distill.commands.probe.memory import device_of, memory_of
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import GIVEN_GAMMA, TIMED_CONTEXT, Plan, read_plan
-from distill.commands.probe.result import ModelFacts, Probe, Prospect, Settings, overall
+from distill.commands.probe.result import ModelFacts, Probe, ProbedDraft, Settings, overall
 from distill.commands.probe.screen import Stages, assumptions, busy_machine, print_probe
 from distill.commands.probe.texts import ProbeText, answered, chosen_prompts, decode_settings, text_name
 from distill.commands.target import open_target
@@ -44,7 +44,7 @@ def probe_command(options: ProbeOptions, console: Console) -> None:
 def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     """Run the probe and write the result to `options.out` if given; stages are printed on `console`.
 
-    A draft that can draft both ways is two prospects; the faster one decides.
+    A draft that can draft both ways is two drafts; the faster one decides.
 
     Raises UserError: an invalid option, a missing folder, prompts that do not fit, or no usable draft. SelfCheckError: the judge
     contradicts itself on this target.
@@ -58,8 +58,8 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         prompts, notes = chosen_prompts(options, opened.tokenizer, opened.facts.context_length)
         notes += target_notes(opened.side, SamplingSettings(plan.lead[0]))
         longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        prospects = [way for path in options.drafts or () for way in _ways(_prospect(path, opened, longest))]
-    _require_one(prospects)
+        drafts = [way for path in options.drafts or () for way in _ways(_probed(path, opened, longest))]
+    _require_one(drafts)
     with stages("self-check"):
         few = replace(decode_settings(options, opened, plan.lead[0]), gamma=4, seed=0)
         few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
@@ -69,31 +69,27 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
             texts.append(answered(options, opened, prompts, temperature))
     plan = _within_context(
-        plan, [target, *(candidate.draft.model for candidate in prospects if candidate.draft is not None)], notes
+        plan, [target, *(probed.draft.model for probed in drafts if probed.draft is not None)], notes
     )
     # With a draft, other batch sizes are timed with it.
-    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if prospects else plan
+    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if drafts else plan
     lead = texts[plan.temperatures.index(plan.lead[0])]
     timed = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
     alone = {of: costs.of_text(lead.responses) for of, costs in timed.items()}
     first = next(iter(alone.values()))
     facts = [text.facts(range(1, max(first.verify_seconds) + 1), first) for text in texts]
     lookups = {row.text: row for row, _ in facts}
-    for prospect in prospects:
-        _judge(prospect, plan, target, texts, lookups, stages)
-    _require_one(prospects)
+    for probed in drafts:
+        _judge(probed, plan, target, texts, lookups, stages)
+    _require_one(drafts)
     planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1].name, plan.given)
     lead_text = text_name(plan.lead[0])
-    decision, best, sentence = overall(prospects, lookups[lead_text], planned)
-    first_prices = [
-        price for candidate in prospects for price in candidate.prices if price.batch_size == plan.batch_sizes[0]
-    ]
+    decision, best, sentence = overall(drafts, lookups[lead_text], planned)
+    first_prices = [price for probed in drafts for price in probed.prices if price.batch_size == plan.batch_sizes[0]]
     warning = next(about.warning for _, about in facts if about.text == lead_text)
     served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
     models = {
-        id(candidate.draft.model): (candidate.name, candidate.draft.model)
-        for candidate in prospects[::-1]
-        if candidate.draft is not None
+        id(probed.draft.model): (probed.name, probed.draft.model) for probed in drafts[::-1] if probed.draft is not None
     }
     result = Probe(
         target=_described(options.target, target),
@@ -102,12 +98,12 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
         texts=[about for _, about in facts],
         target_prices=[ceilings.price_of(TARGET, rule.name, costs) for (rule, _), costs in alone.items()],
         lookups=list(lookups.values()),
-        drafts=prospects,
+        drafts=drafts,
         assumptions=assumptions(plan),
         notes=[
             *notes,
             *([f"the target's steps ran as {first.steps}"] if first.steps else []),
-            *busy_machine([first.target_seconds, *(candidate.target_step_seconds for candidate in first_prices)]),
+            *busy_machine([first.target_seconds, *(price.target_step_seconds for price in first_prices)]),
         ],
         memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
         seconds=stages.seconds,
@@ -136,54 +132,54 @@ def _settings(options: ProbeOptions, plan: Plan, prompts: int, device: torch.dev
     )
 
 
-def _prospect(path: str, target: Target, longest: int) -> Prospect:
+def _probed(path: str, target: Target, longest: int) -> ProbedDraft:
     """A draft as it would be served, in the dtype that the target is saved in, or the reason why it cannot be.
 
     Raises UserError for a folder or hub id that cannot be loaded: that is a typing mistake, not a finding.
     """
     model, agreement = read_draft(resolve(path), target)
-    prospect = Prospect(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
-    context = prospect.model.context
+    probed = ProbedDraft(path, _described(path, model), f"{agreement.verdict}: {agreement.detail}")
+    context = probed.model.context
     if agreement.verdict == "refuse":
-        prospect.refused = (
+        probed.refused = (
             f"it does not share the target's vocabulary: {agreement.detail}; choose a draft of the target's family, or carve "
             "one from the target"
         )
     elif context is not None and longest > context:
-        prospect.refused = (
+        probed.refused = (
             f"its context of {context} tokens is too short: the longest prompt and its response need {longest}; lower "
             "--max-tokens or shorten the prompts"
         )
-    if prospect.refused is not None:
-        return prospect
+    if probed.refused is not None:
+        return probed
     try:
         served = as_served_from(path, model, target)
     except UserError as error:
-        prospect.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
-        return prospect
+        probed.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
+        return probed
     if model_fingerprint(served) == model_fingerprint(target.model):
-        prospect.notes.append("this is the target itself: everything is accepted and no time is saved")
-    prospect.draft = Draft(served)
-    return prospect
+        probed.notes.append("this is the target itself: everything is accepted and no time is saved")
+    probed.draft = Draft(served)
+    return probed
 
 
-def _ways(prospect: Prospect) -> list[Prospect]:
-    """The prospect that drafts token by token, and a second one that drafts a block in one pass if the config has a mask token."""
-    if prospect.draft is None:
-        return [prospect]
+def _ways(probed: ProbedDraft) -> list[ProbedDraft]:
+    """The draft token by token, and a second way that drafts a block in one pass if the config has a mask token."""
+    if probed.draft is None:
+        return [probed]
     note = "distilled figures are estimated from drafts that draft token by token, with the same gain at every offset"
-    ways = [prospect]
-    for draft in drafts_of(prospect.draft.model)[1:]:
-        way = Prospect(prospect.name, prospect.model, prospect.vocabulary, draft=draft, notes=[note])
-        way.name = f"{prospect.name}, {way.drafting}"
+    ways = [probed]
+    for draft in drafts_of(probed.draft.model)[1:]:
+        way = ProbedDraft(probed.name, probed.model, probed.vocabulary, draft=draft, notes=[note])
+        way.name = f"{probed.name}, {way.drafting}"
         ways.append(way)
     return ways
 
 
-def _require_one(prospects: Sequence[Prospect]) -> None:
+def _require_one(drafts: Sequence[ProbedDraft]) -> None:
     """Raises UserError with the reasons when drafts were given and none can be used."""
-    if prospects and all(prospect.draft is None for prospect in prospects):
-        reasons = [f"{prospect.name}: {prospect.refused}" for prospect in prospects]
+    if drafts and all(probed.draft is None for probed in drafts):
+        reasons = [f"{probed.name}: {probed.refused}" for probed in drafts]
         raise UserError(f"no draft can be used: {'; '.join(reasons)}" if len(reasons) > 1 else f"draft {reasons[0]}")
 
 
@@ -227,7 +223,7 @@ def _timed(
 
 
 def _judge(
-    prospect: Prospect,
+    probed: ProbedDraft,
     plan: Plan,
     target: PreTrainedModel,
     texts: Sequence[ProbeText],
@@ -235,7 +231,7 @@ def _judge(
     stages: Stages,
 ) -> None:
     """Fill a draft's record: scores from one pass per temperature for every rule, times, and the figures that follow from both."""
-    draft, name = prospect.draft, prospect.name
+    draft, name = probed.draft, probed.name
     if draft is None:
         return
     most = max(GIVEN_GAMMA if plan.given else 1, *plan.gammas)
@@ -251,7 +247,7 @@ def _judge(
             for of, scores_of_text in _timed(plan, target, draft, rules, name, stages).items()
         }
     except UserError as error:
-        prospect.refused, prospect.draft = str(error), None
+        probed.refused, probed.draft = str(error), None
         return
     for text, scores_of_text in zip(texts, scores, strict=True):
         for rule in text.rules:
@@ -265,13 +261,13 @@ def _judge(
                 lookups[text.name].speed_up or 1.0,
                 responses,
             )
-            prospect.outlooks.append(outlook)
+            probed.outlooks.append(outlook)
             if (text.sampling.temperature, rule) == plan.lead:
-                prospect.lead = outlook
-                prospect.detectable_alpha = rough_detectable(
+                probed.lead = outlook
+                probed.detectable_alpha = rough_detectable(
                     [one.accept_probs(rule) for one in scores_of_text], text.keys
                 )
-    lead = prospect.lead
+    lead = probed.lead
     assert lead is not None
-    prospect.prices = [ceilings.price_of(name, rule.name, of) for (rule, _), of in costs.items()]
-    prospect.at_loads = [ceilings.at_load(lead.now, lead.taus, of) for (_, size), of in costs.items() if size != load]
+    probed.prices = [ceilings.price_of(name, rule.name, of) for (rule, _), of in costs.items()]
+    probed.at_loads = [ceilings.at_load(lead.now, lead.taus, of) for (_, size), of in costs.items() if size != load]

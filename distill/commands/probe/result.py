@@ -26,8 +26,8 @@ class ModelFacts:
 
 
 @dataclass
-class Prospect:
-    """A candidate draft with one way of drafting. If it cannot be used, `draft` is None and `refused` is the reason.
+class ProbedDraft:
+    """A draft with one way of drafting. If it cannot be used, `draft` is None and `refused` is the reason.
 
     prices: for each rule at the first batch size, the leading rule first, then for the leading rule at the other sizes. outlooks: for
     each text and rule; `lead` is the one that decides.
@@ -126,7 +126,7 @@ class Probe:
     texts: list[TextFacts]
     target_prices: list[Price]
     lookups: list[Measured]
-    drafts: list[Prospect]
+    drafts: list[ProbedDraft]
     assumptions: list[str]
     notes: list[str]
     memory: Memory | None
@@ -141,7 +141,7 @@ class Probe:
         return self.decision in WORTH_DISTILLING
 
     @property
-    def usable(self) -> list[Prospect]:
+    def usable(self) -> list[ProbedDraft]:
         """The drafts that could be judged."""
         return [one for one in self.drafts if one.refused is None]
 
@@ -169,14 +169,14 @@ class Probe:
         }
 
 
-def draft_sentence(prospect: Prospect, baseline: float) -> str:
+def draft_sentence(probed: ProbedDraft, baseline: float) -> str:
     """The verdict about one draft in words; baseline: speed-up of prompt lookup."""
-    lead = prospect.lead
+    lead = probed.lead
     assert lead is not None
-    alone = _alone_sentence(prospect.name, lead, prospect.prices[0], baseline)
-    if lead.decision == "hopeless" or not lead.both:
+    alone = _alone_sentence(probed.name, lead, probed.prices[0], baseline)
+    if lead.decision == "hopeless" or not lead.after_lookup:
         return alone
-    now, distilled = lead.both
+    now, distilled = lead.after_lookup
     fast = f"{now.speed_up:.2f}x" + (f" at gamma {now.gamma}" if now.gamma else "")
     return f"{alone} With prompt lookup before it: {fast} as it is, {distilled.speed_up:.2f}x distilled."
 
@@ -204,9 +204,11 @@ def _alone_sentence(name: str, lead: Outlook, price: Price, baseline: float) -> 
     return f"{name}: no go ({has}). {capitalised(hope)}, which is below {bar}: take a better or a cheaper draft."
 
 
-def overall(drafts: Sequence[Prospect], lookup: Measured, planned: Price | None) -> tuple[str, Prospect | None, str]:
-    """(decision, the draft with the best prospect, one sentence for all). planned: the given times, if any."""
-    by_model: dict[int, list[Prospect]] = {}
+def overall(
+    drafts: Sequence[ProbedDraft], lookup: Measured, planned: Price | None
+) -> tuple[str, ProbedDraft | None, str]:
+    """(decision, the most promising draft, one sentence for all). planned: the given times, if any."""
+    by_model: dict[int, list[ProbedDraft]] = {}
     for way in drafts:
         if way.draft is not None:
             by_model.setdefault(id(way.draft.model), []).append(way)

@@ -10,19 +10,13 @@ from rich.text import Text
 
 from distill.commands.probe.plan import Plan
 from distill.commands.probe.result import Probe, draft_sentence
+from distill.report.measured import timed_table
 from distill.report.table import NOTHING, Cell, Column, Table
 from speculative.explain.ceilings import Price
 from speculative.measure.effects import too_few
 from speculative.measure.intervals import interval
-from speculative.measure.measured import TARGET, Measured
+from speculative.measure.measured import TARGET
 
-DECISION_WORDS = {
-    "hopeless": "hopeless",
-    "no_headroom": "no headroom",
-    "already_pays": "go: pays already",
-    "needs_distillation": "go: distil it",
-    "out_of_reach": "no go",
-}
 NOISY = 1.4  # Of a quiet machine; rules alone differ by up to 1.15 in a target step.
 
 
@@ -77,11 +71,12 @@ def busy_machine(seconds: Sequence[float]) -> list[str]:
 
 def print_probe(console: Console, result: Probe) -> None:
     """Print the tables of a probe, then the sentences, so that they stay on the screen."""
-    for prospect in result.drafts:
-        if prospect.refused is not None:
-            console.print(Text(f"{prospect.name}: refused: {prospect.refused}", style="yellow"))
+    for probed in result.drafts:
+        if probed.refused is not None:
+            console.print(Text(f"{probed.name}: refused: {probed.refused}", style="yellow"))
     console.print(prices_table(result))
-    console.print(outlook_table(result))
+    for table in outlook_tables(result):
+        console.print(table)
     for line in probe_lines(result):
         console.print(Text(line, style="bold green" if line.startswith("Verdict: ") and result.go else ""))
 
@@ -114,15 +109,15 @@ def probe_lines(result: Probe) -> list[str]:
                 f"at {about.text}, the mean of the target's largest probability"
             )
     baseline = next(row.speed_up or 1.0 for row in result.lookups if row.text == settings.lead_text)
-    for prospect in result.drafts:
-        lines += [f"note: {prospect.name}: {note}" for note in prospect.notes]
-        if prospect.refused is None:
-            words, seen = too_few(settings.prompts), prospect.detectable_alpha or 0.0
+    for probed in result.drafts:
+        lines += [f"note: {probed.name}: {note}" for note in probed.notes]
+        if probed.refused is None:
+            words, seen = too_few(settings.prompts), probed.detectable_alpha or 0.0
             if words is None and seen >= 0.0005:
                 more = f"{4 * settings.prompts} prompts detect {seen / 2:.3f}"
                 words = f"{settings.prompts} prompts detect a gain of {seen:.3f} in alpha with 80 % probability; {more}"
-            lines += [] if words is None else [f"{prospect.name}: {words}"]
-            lines += [draft_sentence(prospect, baseline)] if len(result.drafts) > 1 else []
+            lines += [] if words is None else [f"{probed.name}: {words}"]
+            lines += [draft_sentence(probed, baseline)] if len(result.drafts) > 1 else []
     return [*lines, f"Verdict: {result.sentence}"]
 
 
@@ -137,7 +132,7 @@ def prices_table(result: Probe) -> Table:
     )
     for row in result.target_prices:
         table.add(TARGET, "", row.batch_size, 1e3 * row.target_step_seconds, None, None, _verify(row), "", "")
-    for row in (price for prospect in result.usable for price in prospect.prices):
+    for row in (price for probed in result.usable for price in probed.prices):
         seconds = 1e3 * row.target_step_seconds, 1e3 * row.draft_step_seconds
         perfect = Cell(_times(row.perfect_speed_up, row.perfect_gamma), mark="hopeless" if row.hopeless else "")
         alphas = " ".join(
@@ -149,36 +144,16 @@ def prices_table(result: Probe) -> Table:
     return table
 
 
-def outlook_table(result: Probe) -> Table:
-    """Acceptance and predicted speed-up of each way on each text: now, distilled and at the ceiling of the rule."""
-    settings = result.settings
-    speeds = [Column(name, ".2f", "x") for name in ("now", "distilled", "ceiling")]
-    table = Table(
-        ["text", "rule", "way", Column("alpha", ".3f"), Column("tau", ".2f"), *speeds],
-        title=f"{settings.prompts} prompts, batch {settings.batch_sizes[0]}: acceptance and predicted speed-up",
-        caption="@: gamma; tau at that gamma; distilled: the usual result from this start; ceiling: of the rule",
-    )
-    for lookup in result.lookups:
-        table.add(lookup.text, "", *_way(lookup), None, None)
-        for outlook in (outlook for prospect in result.usable for outlook in prospect.outlooks):
-            if outlook.now.text != lookup.text:
-                continue
-            rule = Cell(outlook.now.rule, note=DECISION_WORDS[outlook.decision])
-            table.add(lookup.text, rule, *_way(outlook.now), _speed(outlook.distilled), _speed(outlook.ceiling))
-            if outlook.both:
-                now, distilled = outlook.both
-                table.add(lookup.text, rule, *_way(now), _speed(distilled), None)
-    return table
-
-
-def _way(row: Measured) -> tuple[Cell, Cell | None, Cell, Cell]:
-    alpha = None if row.alpha is None else Cell(row.alpha, ci=row.alpha_ci)
-    return Cell(row.way, note=row.sizes), alpha, Cell(row.tau), _speed(row)
-
-
-def _speed(row: Measured) -> Cell:
-    ci, at = (row.speed_up_ci, f"@{row.gamma}") if row.gamma else (None, "does not pay")
-    return Cell(row.speed_up, ci=ci, note=at)
+def outlook_tables(result: Probe) -> Iterator[Table]:
+    """A table for each text and rule: acceptance and predicted speed-up of each way, now, distilled and at the ceiling of the rule."""
+    about = "tau and speed-up at each way's best gamma; distilled: the usual result from this start"
+    for text, rule in dict.fromkeys((row.text, row.rule) for row in result.measured):
+        rows = [
+            row
+            for row in result.measured
+            if (row.text, row.rule, row.concurrency) == (text, rule, result.settings.batch_sizes[0])
+        ]
+        yield timed_table(rows, None, f"{result.settings.prompts} prompts, {text}, rule {rule}", about)
 
 
 def _verify(price: Price) -> str:

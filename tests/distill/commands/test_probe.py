@@ -21,7 +21,7 @@ from distill.commands.probe import texts as answers
 from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.probe import probe
-from distill.commands.probe.result import ModelFacts, Probe, Prospect, draft_sentence
+from distill.commands.probe.result import ModelFacts, Probe, ProbedDraft, draft_sentence
 from distill.commands.probe.screen import Stages, busy_machine, print_probe, probe_lines
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
@@ -160,7 +160,7 @@ def test_rows_and_repetition_are_reported_before_training(measured):
     for words in (
         f"{lead.now.alpha:.3f}",
         f"{carved.prices[0].cost_ratio:.2f}",
-        f"{lead.both[1].speed_up:.2f}x",
+        f"{lead.after_lookup[1].speed_up:.2f}x",
         "are in a loop",
         "refused",
         "4 prompts are too few to be certain; give at least 6",
@@ -203,9 +203,9 @@ def test_given_times_are_used_and_nothing_is_timed_and_all_is_the_same_twice(giv
 
 @pytest.mark.parametrize(("prompts", "seen"), [(5, None), (6, 0.08), (6, None)])
 def test_what_could_be_seen_is_reported_with_its_chance(measured, prompts, seen):
-    prospect = replace(measured.drafts[0], detectable_alpha=seen)
+    probed = replace(measured.drafts[0], detectable_alpha=seen)
     settings = replace(measured.settings, prompts=prompts)
-    text = "\n".join(probe_lines(replace(measured, drafts=[prospect], settings=settings)))
+    text = "\n".join(probe_lines(replace(measured, drafts=[probed], settings=settings)))
     assert ("5 prompts are too few to be certain; give at least 6" in text) == (prompts == 5)
     assert ("detect a gain of 0.080 in alpha with 80 % probability" in text) == (seen is not None)
 
@@ -358,13 +358,13 @@ def test_the_lead_is_the_first_temperature_that_samples():
     assert read_plan(replace(options, temperatures="0")).lead == (0.0, Rule.named("greedy"))
 
 
-def prospect_of(decision: DecisionWord) -> Prospect:
+def probed_of(decision: DecisionWord) -> ProbedDraft:
     now = Measured("d", "sample", alpha=0.8, gamma=4, tau=3.0, speed_up=1.5)
     distilled, ceiling = replace(now, alpha=0.9, speed_up=1.8), replace(now, alpha=0.97, speed_up=2.5)
     both = replace(now, speed_up=1.9), replace(now, speed_up=2.2)
     lead = Outlook(now, distilled, ceiling, both, [], {}, decision)
     model = ModelFacts("d", 1, 1, None, 1, "float32")
-    return Prospect("d", model, "ok", prices=[price_of("d", "sample", given_costs(1.0, 0.7))], lead=lead)
+    return ProbedDraft("d", model, "ok", prices=[price_of("d", "sample", given_costs(1.0, 0.7))], lead=lead)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def prospect_of(decision: DecisionWord) -> Prospect:
     ],
 )
 def test_each_decision_has_its_sentence(decision, baseline, words):
-    sentence = draft_sentence(prospect_of(decision), baseline)
+    sentence = draft_sentence(probed_of(decision), baseline)
     assert words in sentence
     assert sentence.startswith("d: ")
     both = "With prompt lookup before it: 1.90x at gamma 4 as it is, 2.20x distilled."
