@@ -73,7 +73,10 @@ def verdict_of(
             DraftOf(way=one.name, path=one.path, step=one.step, drafting=one.draft.drafting) for one in evidence.drafts
         ],
         run={str(one.concurrency): one.to_run() for one in evidence.timings},
-        **vars(conclusion) | {"facts": facts},
+        outcome=conclusion.outcome,
+        pays=conclusion.pays,
+        headline=conclusion.headline,
+        facts=facts,
         gain=gain,
         against_served=against_served,
         survival=best.survival,

@@ -21,7 +21,6 @@ from distill.commands.generate.response_file import ResponseFile
 from distill.models.load import load_model, load_tokenizer
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.engine.agreement import refuse
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
@@ -246,14 +245,3 @@ def test_a_full_disk_names_the_file_and_what_was_saved(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=r"out.jsonl: cannot be written \(No space left on device\); 2 responses"):
             file.add(1, Response("b", [1], response_ids=[3]))
     assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1
-
-
-def test_slower_code_is_named_in_a_warning(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd(model: Any, *_: Any) -> None:
-        refuse(model, "compiled code", "is odd")
-
-    monkeypatch.setattr("speculative.engine.compiled.model.agrees", odd)
-    arguments = [str(tiny_target), "--prompt", PROMPT, "--max-tokens", "2"]
-    with pytest.warns(UserWarning, match="compiled code is odd"):
-        result = CliRunner().invoke(cli.app, ["generate", *arguments], catch_exceptions=False)
-    assert "runs eagerly, which is slower, because compiled code is odd\n" in result.stderr

@@ -22,7 +22,7 @@ from distill.commands.probe.options import ProbeOptions
 from distill.commands.probe.plan import read_plan
 from distill.commands.probe.probe import probe
 from distill.commands.probe.result import ModelFacts, Probe, ProbedDraft, draft_sentence
-from distill.commands.probe.screen import Stages, busy_machine, print_probe, probe_lines
+from distill.commands.probe.screen import busy_machine, print_probe, probe_lines
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
 from speculative.evaluate import HeldoutResponse
@@ -391,12 +391,3 @@ def test_each_decision_has_its_sentence(decision, baseline, words):
 def test_a_busy_machine_is_named():
     assert busy_machine([]) == busy_machine([0.010, 0.011]) == []
     assert "between 10.0 and 20.0 ms" in busy_machine([0.010, 0.020])[0]
-
-
-def test_stages_are_named_while_they_run_and_timed():
-    console = Console(file=io.StringIO(), width=80)
-    stages = Stages(console)
-    with stages("loading"):
-        assert console.file.getvalue() == "loading ... "  # type: ignore[attr-defined]
-    assert stages.seconds["loading"] >= 0
-    assert console.file.getvalue().endswith(" s\n")  # type: ignore[attr-defined]

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from refusals import refused
 from tiny_models import perturbed
 from tiny_training import TOKENS, forget_accelerators, tiny_tokenizer, write_target
@@ -92,11 +90,6 @@ def test_exact_match_number_reads_gsm8k_answers(response, reference, score):
 def test_exact_match_is_of_words():
     assert exact_match("", " a  b\n", "a b") == 1.0
     assert exact_match("", "a c", "a b") == 0.0
-
-
-@given(st.integers(-(10**9), 10**9), st.integers(0, 99))
-def test_a_number_equals_itself_however_it_is_written(whole, cents):
-    assert exact_match_number("", f"so ${whole:,}.{cents:02d}", f"####{whole}.{cents:02d}00") == 1.0
 
 
 def test_a_scorer_is_found_in_a_module_and_in_a_file(tmp_path):

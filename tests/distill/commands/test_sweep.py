@@ -25,7 +25,6 @@ from processes import forked, until
 from refusals import refused
 from rich.console import Console
 from scipy import stats
-from tiny_training import TOKENS, tiny_tokenizer
 
 from distill import train
 from distill.commands.sweep.frontier import Point, marked, recommended
@@ -36,10 +35,7 @@ from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval
 from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
-from distill.models.student import from_architecture
 from distill.report.table import Cell
-from speculative.drafters.draft import Draft
-from speculative.engine.windows import attention_windows
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT, Measured
 
@@ -484,21 +480,11 @@ def test_real_runs_share_the_targets_answers(
     assert rows[0].figure("tau") is not None
 
 
-def test_width_and_window_are_shapes_too_and_share_responses(tmp_path: Path) -> None:
-    architecture = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    student = {
-        "init": "config",
-        "architecture": architecture | {"num_key_value_heads": 1, "max_position_embeddings": 64},
-    }
-    grid = {"student.architecture.hidden_size": [32, 64], "student.architecture.sliding_window": [16, None]}
-    trials = plan(lab(tmp_path, grid=grid, overrides={"student": student})[0])[1]
-    shapes = [trial.config.student.architecture or {} for trial in trials]
-    found = [(one["hidden_size"], one["sliding_window"]) for one in shapes]
-    assert found == [(32, 16), (32, None), (64, 16), (64, None)]
-    assert len({trial.answers_key for trial in trials}) == 1
-    grid = {"student.architecture.max_position_embeddings": [64, 128]}
-    trials = plan(lab(tmp_path, grid=grid, overrides={"student": student})[0])[1]
-    assert len({trial.answers_key for trial in trials}) == 2
-    made = [from_architecture(one, tiny_tokenizer(), TOKENS, 0) for one in shapes[:2]]
-    assert [attention_windows(model) for model in made] == [[16], [None]]
-    assert Draft(made[0]).shape != Draft(made[1]).shape, "their steps are timed apart"
+def test_width_and_window_share_responses_and_a_context_length_does_not(tmp_path: Path) -> None:
+    architecture = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    for field, values, keys in (("hidden_size", [32, 64], 1), ("max_position_embeddings", [64, 128], 2)):
+        student = {"init": "config", "architecture": architecture}
+        grid = {f"student.architecture.{field}": values}
+        trials = plan(lab(tmp_path, grid=grid, overrides={"student": student})[0])[1]
+        assert [trial.config.student.architecture[field] for trial in trials] == values
+        assert len({trial.answers_key for trial in trials}) == keys

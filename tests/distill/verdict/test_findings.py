@@ -1,26 +1,21 @@
 """result.json of a real run: every number in it can be traced to the log of proposals, the judgements or the frozen text."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 from failures import full_disk
 from peft import LoraConfig, get_peft_model
 
 from data.responses.store import Store
 from distill import train
-from distill.config.load import load_config
 from distill.models.load import load_model
-from distill.models.target import Target
 from distill.run.result import load_result
 from distill.verdict import conclusion
-from distill.verdict.conclusion import serve_commands
 from distill.verdict.evidence import with_speeds
 from distill.verdict.token_view import spread_over, writers
 from distill.verdict.verdict import with_gains
@@ -249,16 +244,6 @@ def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
     assert train.main(command) == 2
     assert "nowhere/draft" in capsys.readouterr().err
     assert not (tmp_path / "tiny" / "responses").exists()
-
-
-def test_the_run_says_how_lookup_before_the_draft_is_started(tiny_run: Path, tiny_config: Path) -> None:
-    run, target = load_result(tiny_run / "result.json"), Target(load_config(tiny_config).target, torch.device("cpu"))
-    together = replace(run.verdict.row(LOOKUP_DRAFT), behind=DRAFT)
-    for what, chained in ((LOOKUP_DRAFT, True), (DRAFT, False)):
-        verdict = run.verdict.model_copy(update={"run": {"1": what}, "measured": [together]})
-        served = serve_commands(tiny_run, target, verdict, SamplingSettings(), run.curves)
-        command = next(one.command for one in served if one.engine == "llama.cpp")
-        assert ("ngram-simple,draft-simple" in command) == chained
 
 
 def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:

@@ -263,12 +263,3 @@ def test_an_outlook_adds_up():
         assert (found.ceiling.alpha == 1.0) == (rule != "greedy-draft")
         dear = given_costs(1.0, 0.4)
         assert ceilings.at_load(now, found.taus, dear).speed_up < now.speed_up
-
-
-def test_a_price_is_whole():
-    price = ceilings.price_of("d", "sample", given_costs(0.025, 0.003, 0.03))
-    assert price.cost_ratio == pytest.approx(0.12)
-    assert (price.perfect_gamma, price.perfect_speed_up) == (16, pytest.approx(17 / (16 * 0.12 + 1.2)))
-    assert price.hopeless is None
-    # iid tau(alpha, 1) = 1 + alpha must pay .12 + 1.2.
-    assert price.break_even_alpha[1] == pytest.approx(0.32, abs=1e-6)
