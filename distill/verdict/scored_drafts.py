@@ -135,8 +135,8 @@ def ways_of(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts) 
         assert way.blocks_N is not None
         return float(way.blocks_N.sum()) * scored.costs[draft.name].block_price(way.gamma)
 
-    behind = min((best, *scored.others), key=steps)
-    free = free_ways(setup, target, scores[behind.name], behind, scored.costs[behind.name])
+    cheapest = min((best, *scored.others), key=steps)
+    free = free_ways(setup, target, scores[cheapest.name], cheapest, scored.costs[cheapest.name])
     lossy = lossy_ways(setup, target, best, scores[best.name], scored.costs[best.name])
     return [*ways.values(), *free, *live_ways(setup.judge.ways, target, best.draft), *lossy]
 
@@ -145,7 +145,7 @@ def free_ways(
     setup: JudgingSetup,
     target: PreTrainedModel,
     scores: Sequence[TokenScores],
-    behind: NamedDraft,
+    then: NamedDraft,
     costs: StepCosts,
     gammas: Sequence[int] | None = None,
 ) -> list[Way]:
@@ -155,7 +155,7 @@ def free_ways(
     return [
         lookup_way(setup, target, costs, gammas),
         *([past] if past is not None else []),
-        lookup_draft_way(setup, target, behind, scores, costs, gammas),
+        lookup_way(setup, target, costs, gammas, then, scores),
     ]
 
 
@@ -233,47 +233,38 @@ def draft_way(
     return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
 
 
-def lookup_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gammas: Sequence[int]) -> Way:
-    """Prompt lookup at the sizes and gamma of the highest predicted speed-up on other prompts' responses if there are any."""
-    tuned = tuned_lookup(setup.history[:TUNED_ON] or setup.frozen, costs, gammas)
-    sizes, blocks, fitted = tuned.sizes, tuned.blocks, None
-    if setup.history:
-        kept = [kept_by_lookup(text, tuned.gamma, *sizes) for text in setup.frozen]
+def lookup_way(
+    setup: JudgingSetup,
+    target: PreTrainedModel,
+    costs: StepCosts,
+    gammas: Sequence[int],
+    then: NamedDraft | None = None,
+    scores: Sequence[TokenScores] = (),
+) -> Way:
+    """Prompt lookup, alone or before a draft of these scores, at the sizes and gammas of the highest predicted speed-up.
+
+    Alone it is tuned on other prompts' responses if there are any.
+    """
+    others = setup.history[:TUNED_ON] if then is None else ()
+    tuned = tuned_lookup(others or setup.frozen, costs, gammas, None if then is None else texts_of(scores, setup.rule))
+    blocks, fitted = tuned.blocks, None
+    if others:
+        kept = [kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in setup.frozen]
         blocks = found_blocks(kept, (tuned.gamma,))
     else:
         fitted = _fitted(setup, tuned.tried_NC, blocks)
+    name = LOOKUP if then is None else LOOKUP_DRAFT
     return Way(
-        LOOKUP,
-        _maker(LOOKUP, Parts(target, ngrams=sizes)),
+        name,
+        _maker(name, Parts(target, then and then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
         tuned.gamma,
         blocks.calls_NK[:, 0],
         fitted,
-        sizes,
-        found=_found(blocks),
-        tuned_on="training prompts" if setup.history else Way.tuned_on,
-    )
-
-
-def lookup_draft_way(
-    setup: JudgingSetup,
-    target: PreTrainedModel,
-    then: NamedDraft,
-    scores: Sequence[TokenScores],
-    costs: StepCosts,
-    gammas: Sequence[int],
-) -> Way:
-    """Prompt lookup before a draft of these scores, at the sizes and gammas of the highest predicted speed-up."""
-    tuned = tuned_lookup(setup.frozen, costs, gammas, texts_of(scores, setup.rule))
-    return Way(
-        LOOKUP_DRAFT,
-        _maker(LOOKUP_DRAFT, Parts(target, then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
-        tuned.gamma,
-        tuned.blocks.calls_NK[:, 0],
-        _fitted(setup, tuned.tried_NC, tuned.blocks),
         tuned.sizes,
         tuned.then_gamma,
-        then.name,
-        _found(tuned.blocks),
+        then and then.name,
+        _found(blocks),
+        "training prompts" if others else Way.tuned_on,
     )
 
 
