@@ -253,16 +253,16 @@ def lookup_way(
         blocks = found_blocks(kept, (tuned.gamma,))
     else:
         fitted = _fitted(setup, tuned.tried_NC, blocks)
-    name = LOOKUP if then is None else LOOKUP_DRAFT
+    name, draft, draft_name = (LOOKUP, None, None) if then is None else (LOOKUP_DRAFT, then.draft, then.name)
     return Way(
         name,
-        _maker(name, Parts(target, then and then.draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
+        _maker(name, Parts(target, draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
         tuned.gamma,
         blocks.calls_NK[:, 0],
         fitted,
         tuned.sizes,
         tuned.then_gamma,
-        then and then.name,
+        draft_name,
         _found(blocks),
         "training prompts" if others else Way.tuned_on,
     )

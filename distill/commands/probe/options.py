@@ -17,14 +17,14 @@ class ProbeOptions:
 
     understudy probe TARGET DRAFT --times 25ms,3ms
 
-    Takes minutes and trains nothing: measures acceptance and step times of drafts and says go or no-go. With
+    Takes minutes and trains nothing: measures acceptance and step times of candidate drafts and says go or no-go. With
     --times it plans for hardware that is not here.
     """
 
     target: shared.TargetModel
     drafts: Annotated[
         list[str] | None,
-        argument("drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
+        argument("candidate drafts: directories, hub ids or runs; without any, only prompt lookup and upper bounds"),
     ] = None
     prompts: Annotated[str, option(f"{PROMPT_SOURCE}, or stdlib (built-in Python prompts)")] = STDLIB
     chat: shared.Chat = False
