@@ -112,11 +112,11 @@ def greedy_equality(
     plain, _ = decode(target, None, prompts, replace(greedy, gamma=0), batch_size=batch_size)
     drafted, _ = decode(target, drafter, prompts, greedy, batch_size=batch_size)
     near_ties, differences = [], []
-    for one, other in zip(plain, drafted, strict=True):
-        if one.response_ids == other.response_ids:
+    for alone, other in zip(plain, drafted, strict=True):
+        if alone.response_ids == other.response_ids:
             continue
         try:
-            near_ties.append(near_tie(target, one, other))
+            near_ties.append(near_tie(target, alone, other))
         except SelfCheckError as error:
             differences.append(str(error))
     equal = len(prompts) - len(near_ties) - len(differences)

@@ -22,15 +22,15 @@ def compare_table(result: Comparison) -> Table:
 
 def cost_lines(result: Comparison) -> Iterator[str]:
     """One line per draft: its size and, if it was timed, its step time and best gamma."""
-    for one in result.ways:
-        if one.parameters:
-            line = f"{one.way}: {one.parameters:,} parameters"
-            if one.draft_step_seconds is not None:
-                of_block = " a block" if way_of(one.path).recipe.parallel else ""
-                line += f", draft step {1e3 * one.draft_step_seconds:.2f} ms (c = {one.cost_ratio:.2f}{of_block}), "
+    for way in result.ways:
+        if way.parameters:
+            line = f"{way.way}: {way.parameters:,} parameters"
+            if way.draft_step_seconds is not None:
+                of_block = " a block" if way_of(way.path).recipe.parallel else ""
+                line += f", draft step {1e3 * way.draft_step_seconds:.2f} ms (c = {way.cost_ratio:.2f}{of_block}), "
                 line += (
-                    f"fastest at gamma {one.best_gamma}: {one.best_speed_up:.2f}x"
-                    if one.best_gamma
+                    f"fastest at gamma {way.best_gamma}: {way.best_speed_up:.2f}x"
+                    if way.best_gamma
                     else "no gamma pays"
                 )
             yield line
