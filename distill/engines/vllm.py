@@ -56,12 +56,8 @@ def split_cache(facts: "EngineFacts") -> bool:
 
 
 def schedule(facts: "EngineFacts") -> "tuple[LoadRange, ...]":
-    """`gamma_by_load`, with plain decoding only in ranges in which a readback found its plain steps as fast as the target alone."""
-    plain = facts.plain_loads.get(NAME, ())
-    return tuple(
-        (first, last, gamma or int(not any(first <= load <= last for load in plain)))
-        for first, last, gamma in facts.gamma_by_load
-    )
+    """`gamma_by_load` with 1 for plain decoding."""
+    return tuple((first, last, gamma or 1) for first, last, gamma in facts.gamma_by_load)
 
 
 def _refusals(facts: "EngineFacts") -> list[str]:
@@ -120,13 +116,11 @@ def _cache(facts: "EngineFacts") -> tuple[list[str], list[str]]:
 
 
 def _schedule(facts: "EngineFacts") -> list[str]:
-    plain = facts.load_words([one for one in facts.gamma_by_load if one not in schedule(facts)])
+    plain = facts.load_words([one for one in facts.gamma_by_load if not one[-1]])
     effect = (
         "is faster by the run's timings, but rows of gamma 0 can be slower than either (232 to 24 tokens/s "
         "at the threshold: vllm#49548, open, "
-        "also in 0.27.1 on 2026-08-24), so the command drafts 1 token there; to get the row, start vLLM with "
-        "it, run `understudy readback --plain "
-        "URL --concurrency N` at that load, and export again"
+        "also in 0.27.1 on 2026-08-24), so the command drafts 1 token there"
     )
     return [f"num_speculative_tokens_per_batch_size: {plain}, {effect}"] if plain and facts.by_load else []
 

@@ -103,7 +103,7 @@ def export_draft(
             copy_tokenizer(target_side, working, run.revision)
             checks = check_exported(working, student.model, target_side.tokenizer, run.trust_remote_code)
             draft_side = load_target_side(str(working), run.trust_remote_code)
-            served |= {"sampling": run.sampling, "plain_loads": run.plain_loads}
+            served |= {"sampling": run.sampling}
             facts = gather_facts(target_side, draft_side, str(path), **served)
             engines = check_all(facts)
             warnings += pair_notes(facts)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from distill.engines.protocol.engine import engine_in
 from distill.engines.protocol.facts import OnePass, Timed
 from distill.export.load_table import GammaPlan, drafts_by, gamma_plan
 from distill.models.load import public_name, resolve, without_folders
-from distill.run.readback_record import plain_loads
 from distill.run.result import Curves, load_result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.models import mask_token_of
@@ -42,7 +41,6 @@ class RunFacts:
     revision: str | None = None
     trust_remote_code: bool = False
     quantize: Quantization | None = None
-    plain_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # see `EngineFacts`
 
 
 def read_run(path: Path, trusted: bool = False) -> RunFacts:
@@ -80,7 +78,6 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
         where.revision,
         where.trust_remote_code,
         config.export.quantize,
-        plain_loads(run),
     )
 
 

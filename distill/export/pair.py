@@ -82,7 +82,7 @@ def _schedule(draft: str) -> dict[str, Any]:
         facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {"gamma": 1}
-    return {name: getattr(facts, name) for name in ("gamma", "gamma_by_load", "plain_loads", "timed_in", "one_pass")}
+    return {name: getattr(facts, name) for name in ("gamma", "gamma_by_load", "timed_in", "one_pass")}
 
 
 def pair_notes(facts: EngineFacts) -> list[str]:

@@ -1,6 +1,5 @@
 """The shape of readback.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
 
-import contextlib
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -8,12 +7,10 @@ from pydantic import Field
 
 from distill.config.layout import READBACK
 from distill.run.verdict_record import Drafting
-from speculative.errors import UserError
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, Measured, Row
 from speculative.measure.record import Record, Text
 
-SLOWER = 0.1  # by which steps without a draft may be slower than the engine without one
 SERVED_TEXT = "served"  # The `text` of rows about the engine's answers.
 
 
@@ -83,10 +80,6 @@ class ReadbackRecord(Record):
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
     notes: list[Text] = Field([], description="notes for the reader")
-    plain_loads: list[int] = Field(
-        [],
-        description="concurrent requests at which steps without a draft (gamma 0) were as fast as the engine without one",
-    )
 
     @property
     def served(self) -> Measured:
@@ -107,26 +100,6 @@ class ReadbackRecord(Record):
     def where(self) -> str:
         """`vLLM 0.32.0`."""
         return f"{self.engine} {self.version}".strip()
-
-
-def plain_loads(run: Path) -> dict[str, tuple[int, ...]]:
-    """Return the `plain_loads` of a run's readback.json by name of the engine; empty without one, or for a damaged file."""
-    with contextlib.suppress(UserError):
-        if (record := load_readback(run)) is not None:
-            return {record.engine: tuple(record.plain_loads)}
-    return {}
-
-
-def with_plain_loads(record: ReadbackRecord, run: Path) -> ReadbackRecord:
-    """Return a new record with its `plain_loads`, those of an earlier readback of the same engine and version among them."""
-    loads, served = set[int](), record.served
-    with contextlib.suppress(UserError):
-        if (earlier := load_readback(run)) is not None and earlier.where == record.where:
-            loads = set(earlier.plain_loads)
-    if served.gamma == 0 and served.speed_up is not None and served.speed_up_ci is not None:
-        fine = served.speed_up_ci[1] >= 1.0 and served.speed_up >= 1.0 - SLOWER
-        loads = loads | {served.concurrency} if fine else loads - {served.concurrency}
-    return record.model_copy(update={"plain_loads": sorted(loads)})
 
 
 def load_readback(run: Path) -> ReadbackRecord | None:

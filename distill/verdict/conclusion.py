@@ -23,7 +23,6 @@ from distill.models.target import Target, load_target_side
 from distill.report.page import write_page
 from distill.report.plot import plot_run
 from distill.run.checkpoint import load_judgements
-from distill.run.readback_record import plain_loads
 from distill.run.responses import RunData, decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
 from distill.run.verdict_record import Verdict
@@ -253,8 +252,7 @@ def serve_commands(
     student = load_target_side(str(best_student(run)), False)
     draft = str((run / EXPORT).resolve())
     _, served = ways_to_serve(verdict, curves, student.config)
-    loads = plain_loads(run)
-    facts = gather_facts(target.side, student, draft, sampling=sampling, plain_loads=loads, **served)
+    facts = gather_facts(target.side, student, draft, sampling=sampling, **served)
     return [
         ServeCommand(
             engine=check.engine,

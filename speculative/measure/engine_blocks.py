@@ -23,9 +23,6 @@ from speculative.measure.replay import (
 from speculative.measure.token_scores import StoredText, TokenScores
 from speculative.rules.rule import Rule
 
-NEAR_ALL = 0.99  # share of the drafted tokens
-UNLIKELY = 1e-6
-
 
 class Decoded(NamedTuple):
     """A response as its blocks see it: the token of the prefill belongs to the prompt. A `token_scores.StoredText`."""
@@ -104,16 +101,6 @@ def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray, prompt_keys: 
     ]
 
 
-def canary(share: float, expected: float, blocks: int) -> str:
-    """Return `all` or `none` if so much is accepted and chance does not explain it; else ''.
-
-    expected: accepted / drafted of text that the engine did not write: the greatest chance of a whole block (Markov's inequality).
-    """
-    if share >= NEAR_ALL > expected and expected**blocks < UNLIKELY:
-        return "all"
-    return "none" if share <= 1.0 - NEAR_ALL < expected and (1.0 - expected) ** blocks < UNLIKELY else ""
-
-
 def served_agreement(
     scores: Sequence[TokenScores], rule: Rule, blocks_N: Sequence[int], gamma: int
 ) -> tuple[float, float, bool]:
@@ -127,22 +114,3 @@ def served_agreement(
         unit = GREEDY_BLOCK_TOLERANCE * predicted / WORRYING_Z
         z = (agreement.live_blocks - predicted) / max(unit, 1e-9)
     return predicted, z, agreement.agrees
-
-
-def foreign_tokens(
-    served: Sequence[ServedBlocks], scores: Sequence[TokenScores], rule: Rule
-) -> tuple[int, int, list[tuple[float, bool]]]:
-    """Of the drafted tokens that blocks tested within their text: (accepted ones, those that this draft would never have proposed,
-    (probability of acceptance here, whether it was accepted) of all of them).
-    """
-    accepted = never = 0
-    tested: list[tuple[float, bool]] = []
-    for one, score in zip(served, scores, strict=True):
-        probs_T = score.accept_probs(rule)
-        probs_TJ = None if score.by_start is None else score.by_start.accept_probs(rule)
-        for start, drafted, accepted_count in one.inside():
-            probs_J = probs_T[start:] if probs_TJ is None else probs_TJ[start]
-            accepted += accepted_count
-            never += int((probs_J[:accepted_count] == 0).sum())
-            tested += [(float(probs_J[j]), j < accepted_count) for j in range(min(accepted_count + 1, drafted))]
-    return accepted, never, tested

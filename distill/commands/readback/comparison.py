@@ -35,9 +35,8 @@ from speculative.rules.rule import Rule
 class Counted:
     """Counts of the server. rows: per response; None if it reports only sums. gamma: drafted tokens per block.
 
-    blocks, tokens: sums, without the prefill's token of each response. gamma 0: no block drafted (only with
-    --plain). survival, accepted_per_drafted: None if unknown. spared: tokens
-    at the end of a response that the engine never drafts. varies: how gamma varies; empty if it is constant. survival_ci: over prompts;
+    blocks, tokens: sums, without the prefill's token of each response. survival, accepted_per_drafted: None if unknown. spared: tokens
+    at the end of a response that the engine never drafts. survival_ci: over prompts;
     None for sums only. prompts: of each row; empty: all different.
     """
 
@@ -49,7 +48,6 @@ class Counted:
     survival: list[float] | None
     accepted_per_drafted: float | None
     spared: int = 0
-    varies: str = ""
     survival_ci: list[Interval] | None = None
     notes: list[str] = field(default_factory=list)
     prompts: Sequence[Hashable] = ()
@@ -59,9 +57,10 @@ class Counted:
         """Tokens per verifying target call."""
         return self.tokens / self.blocks
 
-    def undrafted(self, most: int = 0) -> bool:
-        """Whether steps were without a draft: blocks of gamma, or of `most` tokens if that is more, cannot have made all tokens."""
-        return not self.gamma or self.tokens > self.blocks * (max(self.gamma, most) + 1)
+    @property
+    def undrafted(self) -> bool:
+        """Whether steps were without a draft: blocks of gamma cannot have made all tokens."""
+        return self.tokens > self.blocks * (self.gamma + 1)
 
 
 @dataclass(frozen=True)
@@ -159,13 +158,6 @@ def count(replies: Replies, gamma: int) -> Counted:
     Raises UserError: the server reports no draft counts.
     """
     server, tokens = replies.server, sum(max(0, answer.tokens - 1) for answer in replies.answers)
-    drafted = [answer.counts.drafted for answer in replies.answers if answer.counts is not None]
-    if not any(drafted) and (drafted or (server is not None and 0 in (server.blocks, server.drafted))):
-        if not replies.plain:
-            raise UserError(
-                "reports no draft counts but 0; if gamma is 0 at this load, give --plain URL to compare the speed"
-            )
-        return Counted("responses" if drafted else "metrics", None, tokens, tokens, 0, None, None)
     gamma = _gamma_without_blocks(replies.answers) or gamma
     rows = [_row(answer, gamma) for answer in replies.answers]
     if replies.engine.dialect.silent and any(answer.counts is not None for answer in replies.answers):
@@ -238,11 +230,6 @@ def _by_response(rows: list[ServedBlocks], replies: Replies) -> Counted:
     if any(row.accepted_B for row in rows):
         gamma = max(max(row.drafted_B, default=0) for row in rows)
         survival, rate = served_shares(rows, gamma)
-        # An engine may leave room for the target's own token: that a block cannot use the rest of its draft does not change it.
-        short = sum(
-            sum(drafted < min(gamma, row.tokens - start - 1) for start, drafted, _ in row.inside()[:-1]) for row in rows
-        )
-        varies = f"{short:,} of {blocks:,} blocks inside responses draft fewer than {gamma} tokens" if short else ""
         broken = sum(not row.whole for row in rows)
         if broken:
             notes.append(
@@ -250,9 +237,7 @@ def _by_response(rows: list[ServedBlocks], replies: Replies) -> Counted:
             )
         blocks_NJ, kept_NJ = (np.array(sums) for sums in zip(*(each.sums(gamma) for each in rows), strict=True))
         ends, spared = survival_intervals(blocks_NJ, kept_NJ, replies.prompts), _spared(rows, gamma)
-        return Counted(
-            "responses", rows, blocks, tokens, gamma, survival, rate, spared, varies, ends, notes, replies.prompts
-        )
+        return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, ends, notes, replies.prompts)
     gamma = max(gammas) if gammas else max(1, math.ceil(drafted / blocks - 1e-9))
     if all(each.histogram for each in counts):
         kept_NJ = np.array([[sum(each.histogram[j:]) for j in range(1, gamma + 1)] for each in counts])
@@ -264,7 +249,7 @@ def _by_response(rows: list[ServedBlocks], replies: Replies) -> Counted:
     notes.append("the server reports sums per response, so survival includes tokens drafted after its end")
     spared = int(replies.engine.dialect.leaves_room)
     rate = accepted / drafted if drafted else 0.0
-    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, "", ends, notes, replies.prompts)
+    return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, ends, notes, replies.prompts)
 
 
 def _spared(rows: list[ServedBlocks], gamma: int) -> int:

@@ -25,7 +25,7 @@ from distill.engines.protocol.engine import engine_in
 from distill.models.target import Target
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.lock import held_for
-from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextLawRecord, load_readback, with_plain_loads
+from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextLawRecord, load_readback
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -76,7 +76,6 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         in_greedy = ask([greedy_file], aside, greedily, source.by_request) if aside else None
         main = ask(files, source.texts, source.settings, source.by_request)
         record = _record(options, source, clients[0], main, in_greedy if sampled else main)
-        record = with_plain_loads(record, source.folder)
         if source.speed is not None:
             checks = source.speed(files, (source.texts, main.settings), record.served.rule)
             record = record.model_copy(update={"speed": checks})

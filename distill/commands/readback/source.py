@@ -9,7 +9,7 @@ from typing import Any
 
 from data.responses.store import Store
 from distill.commands.readback.asking import Replies
-from distill.commands.readback.causes import acceptance_causes, few_note, foreign
+from distill.commands.readback.causes import acceptance_causes, few_note
 from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.speed import speed_checks
@@ -104,7 +104,7 @@ def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Ju
     """The counts with the calls in which nothing was drafted, as with n-grams. Engines do not count those; each emits one token."""
     counts = [answer.counts for answer in replies.answers]
     counted = count(replies, gamma or _MOST_GAMMA)
-    notes = [f"gamma: the server varies it ({counted.varies})"] if counted.varies else []
+    notes = list[str]()
     if counted.rows is not None:
         taken = [(each and each.accepted) or 0 for each in counts]
         rows = [
@@ -177,12 +177,6 @@ def _judge(
     draft = Draft(model, way)
     gammas = _gammas(options, frozen, verdict, draft, engine)
     counted = count(main, gammas[0])
-    if counted.undrafted(max(gammas)) and main.plain:
-        note = f"at {options.concurrency} requests most steps were without a draft: acceptance is not compared, the speed is"
-        rule = Rule.usual(int(sampled))
-        return Judged(
-            replace(counted, rows=None, blocks=counted.tokens, survival=None), rule.name, None, 0, notes=[note]
-        )
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
     prediction = _rule(options, counted, replayer, wanted, sampled)
@@ -265,8 +259,5 @@ def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma:
     truncated = replayer.replies.settings.sampling.truncates
     usual = [rule for rule in Rule.usual(1).replayable(truncates=truncated) if not rule.joint]
     near = {rule: replayer.predict(counted, rule, counted.gamma) for rule in usual}
-    # Two rules can have the same tau and accept other tokens.
-    rule = min(
-        usual, key=lambda rule: (bool(foreign(counted, replayer, near[rule])), abs(near[rule].tau - counted.tau))
-    )
+    rule = min(usual, key=lambda rule: abs(near[rule].tau - counted.tau))
     return replayer.predict(counted, rule, gamma)

@@ -55,7 +55,7 @@ def check_speed(verdict: Verdict, load: int, replies: Replies, seen: Sequence[st
     """Compare the answers at a load with the prediction. seen: causes of slow steps. UserError: some steps were without a draft."""
     counted, costs = count(replies, verdict.gamma), verdict.engine
     assert costs is not None
-    if counted.undrafted():
+    if counted.undrafted:
         raise UserError(f"--speed: at {load} requests steps were not drafted; start the engine with one gamma for all")
     if counted.gamma not in verdict.replay:
         raise UserError(

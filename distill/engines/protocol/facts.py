@@ -86,8 +86,6 @@ class EngineFacts:
     tensor_parallel: int = 1  # GPUs that each layer is split over
     end_ids: tuple[int, ...] = ()  # tokens that ended the responses of the run
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # kinds of layers of `target` and `draft`
-    # by name of an engine: loads at which a readback found its steps without a draft as fast as the target alone
-    plain_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def sampled(self) -> bool:

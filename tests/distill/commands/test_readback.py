@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,19 +15,18 @@ from readback_run import GAMMA, read
 from tiny_models import perturbed
 from typer.testing import CliRunner
 
-from data.files import write_json
 from distill.cli import app
 from distill.commands.drift.sources import read_answers
 from distill.commands.readback import source
 from distill.commands.readback.asking import Replies
-from distill.commands.readback.comparison import Counted, Predicted, pace, served_texts
+from distill.commands.readback.comparison import pace, served_texts
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol.client import Answer
 from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.frozen_text import FrozenText
-from distill.run.readback_record import ReadbackRecord, load_readback, plain_loads, with_plain_loads
+from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -39,7 +36,7 @@ from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import Rule
-from speculative.rules.sampling import SamplingSettings
+from speculative.rules.sampling import GREEDY, SamplingSettings
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
@@ -133,6 +130,17 @@ def test_another_draft_is_exposed(make: Callable[..., FakeEngine], run: Path, fr
         assert not found.agrees
         assert starts(found) == ["draft"]
         assert "DISAGREE with replay" in readback_lines(found)[0]
+
+
+@pytest.mark.parametrize(("rule", "sampling"), [("greedy-draft", GREEDY), ("sample", None), ("greedy", None)])
+def test_an_engine_that_skips_verification_does_not_agree(
+    make: Callable[..., FakeEngine], draft: Any, run: Path, rule: Any, sampling: Any
+) -> None:
+    """It takes the draft for the target: everything is accepted, replay of its own text agrees, and the text tells."""
+    engine = make(target=draft, rule="greedy-draft" if rule == "greedy" else rule, sampling=sampling)
+    found = read(engine, run, rule=rule)
+    assert found.served.accepted_per_drafted == 1.0
+    assert {"greedy", "text"} & {*starts(found)}
 
 
 def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_says(
@@ -252,59 +260,6 @@ def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(
     assert {name for row in (own, alone) for name in row.first_token_ms} == {"p50", "p90", "p99"}
 
 
-def test_a_load_at_which_nothing_is_drafted_is_read_back_for_its_speed(
-    make: Callable[..., FakeEngine], run: Path
-) -> None:
-    with running_engine(make(gamma=0)) as url, running_engine(make(draft=None)) as plain:
-        for detail in ("detailed", "none"):
-            engine = make(gamma=0, detail=detail)
-            with running_engine(engine) as own:
-                found = readback_command(ReadbackOptions(own, run, plain=plain, concurrency=2))
-            assert (found.served.gamma, found.served.tau, found.z, found.survival, found.drafting) == (
-                0,
-                1.0,
-                None,
-                {},
-                None,
-            )
-            assert found.served.speed_up is not None
-            assert found.notes[0].startswith("at 2 requests most steps were without a draft")
-            assert found.agrees
-        with pytest.raises(UserError, match="reports no draft counts"):
-            readback_command(ReadbackOptions(url, run, concurrency=2))
-
-
-@pytest.mark.parametrize(
-    ("speed", "ends", "fine"),
-    [
-        (1.01, (0.97, 1.05), True),
-        (0.96, (0.91, 1.02), True),
-        (0.82, (0.70, 1.01), False),
-        (0.95, (0.93, 0.97), False),
-    ],
-)
-def test_loads_at_which_plain_steps_are_fine_are_kept(
-    run: Path, tmp_path: Path, speed: float, ends: Any, fine: bool
-) -> None:
-    record = load_readback(run)
-    assert record is not None
-
-    def at(load: int, version: str = "0.32.0", gamma: int = 0) -> ReadbackRecord:
-        row = replace(record.served, concurrency=load, gamma=gamma, speed_up=speed, speed_up_ci=ends)
-        new = record.model_copy(update={"measured": [row], "version": version, "engine": "vLLM"})
-        new = with_plain_loads(new, tmp_path)
-        write_json(tmp_path / "readback.json", new.record())
-        return new
-
-    assert at(16).plain_loads == [16] * fine
-    assert at(32).plain_loads == [16, 32] * fine
-    assert at(1, gamma=3).plain_loads == [16, 32] * fine, "a readback of drafts says nothing of plain steps"
-    assert plain_loads(tmp_path) == {"vLLM": (16, 32) * fine}
-    assert at(8, "0.33.0").plain_loads == [8] * fine, "of another version nothing is known"
-    (tmp_path / "readback.json").write_text("{")
-    assert plain_loads(tmp_path) == {}
-
-
 def test_speeds_are_pooled_over_prompts() -> None:
     """By hand: 10 + 30 tokens in 1 + 2 seconds against 10 + 20 in 2 + 4."""
     own, plain = (
@@ -383,17 +338,3 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     assert predicted_shares([score], Rule.named("greedy"), 3) == ([1.0, 1.0, 0.0], 0.8)
     # An engine that leaves room for the target's own token drafts 1 in the last block.
     assert predicted_shares([score], Rule.named("greedy"), 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)
-
-
-@pytest.mark.parametrize("strange", ["sample", "sample-untruncated"])
-def test_rules_of_one_tau_are_distinguished_by_their_tokens(monkeypatch: pytest.MonkeyPatch, strange: str) -> None:
-    def predict(_: Any, rule: Rule, gamma: int) -> Predicted:
-        return Predicted(rule, gamma, 1.6 if rule.draws else 1.2, (1.5, 1.7), 0.0, True)
-
-    settings = SimpleNamespace(sampling=SamplingSettings(0.7, top_p=0.9))
-    replayer: Any = SimpleNamespace(replies=SimpleNamespace(settings=settings), predict=predict)
-    monkeypatch.setattr(
-        source, "foreign", lambda counted, replayer, found: ["draft: another"] * (found.rule.name == strange)
-    )
-    found = source._rule(ReadbackOptions("", None), Counted("", None, 100, 160, 1, None, None), replayer, 1, True)
-    assert {found.rule.name, strange} == {"sample", "sample-untruncated"}

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_engine import FakeEngine, running_engine
 from page_server import page_server
@@ -19,8 +18,7 @@ from refusals import refused
 
 from distill.commands.readback import source
 from distill.commands.readback.asking import AnswerFile, Replies
-from distill.commands.readback.causes import acceptance_causes
-from distill.commands.readback.comparison import Counted, Replayer, count
+from distill.commands.readback.comparison import Counted, count
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol import client as engine_client
@@ -35,7 +33,6 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, Measured
-from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import Rule
 
 pytestmark = pytest.mark.usefixtures("_quick")
@@ -177,19 +174,6 @@ def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int,
     texts = [HeldoutResponse("", "", [1], [5] * tokens, [0.0] * tokens) for _ in answers]
     named = engine_in("vLLM" if engine == "vllm" else engine)
     return count(Replies(DecodeSettings(), texts, answers, engine=named), GAMMA)
-
-
-def test_a_gamma_that_varies_is_the_cause_and_no_other_draft() -> None:
-    """A draft that is always right, 4 and 2 tokens drafted by turns: 1 + 8 x (5 + 3) tokens."""
-    counted = counted_of([[4, 2] * 8] * 20, [[4, 2] * 8] * 20, 65)
-    scores = [TokenScores(np.zeros(64), np.zeros(64), np.ones(64, dtype=bool), np.full(64, 5))] * 20
-    replayer = object.__new__(Replayer)
-    replayer.replies = SimpleNamespace(prompts=range(20))  # type: ignore[assignment]
-    replayer.law, replayer.scores, replayer.own_scores = None, scores, scores
-    found = replayer.predict(counted, Rule.named("greedy-draft"), 4)
-    assert not found.agrees
-    (cause,) = acceptance_causes(counted, replayer, found)
-    assert cause.startswith("gamma: the server varies it")
 
 
 @pytest.mark.parametrize("gamma", [2, 3, 8])

@@ -97,15 +97,10 @@ def schedule_of(facts: EngineFacts) -> list[list[int]]:
     return given["num_speculative_tokens_per_batch_size"]
 
 
-def test_a_row_of_gamma_0_waits_for_a_readback_at_its_load() -> None:
+def test_a_row_of_gamma_0_is_written_as_1() -> None:
     (warning,) = check("vLLM", LOADED).warnings
-    for word in ("from 12: plain decoding", "vllm#49548", "0.27.1", "2026-08-24", "drafts 1 token", "--concurrency N"):
+    for word in ("from 12: plain decoding", "vllm#49548", "0.27.1", "2026-08-24", "drafts 1 token"):
         assert word in warning
-    elsewhere = replace(LOADED, plain_loads={"vLLM": (1, 8), "SGLang": (16,)})
-    assert schedule_of(elsewhere) == schedule_of(LOADED)
-    fine = replace(LOADED, plain_loads={"vLLM": (16,)})
-    assert schedule_of(fine) == [[1, 1, 6], [2, 11, 3], [12, 4096, 0]]
-    assert check("vLLM", fine).warnings == []
     first = replace(GOOD, gamma=2, gamma_by_load=((1, 1, 0), (2, 4096, 2)))
     assert schedule_of(first) == [[1, 1, 1], [2, 4096, 2]]
     assert "1: plain decoding" in check("vLLM", first).warnings[0]
