@@ -3,7 +3,6 @@
 The rows come from replay: blocks are drawn along the run's frozen text at the server's gamma and rule. The target is not needed.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from distill.commands.drift.options import DriftOptions
+from distill.commands.drift.sources import AcceptanceLog, AcceptanceRecord
 from distill.config.layout import VERDICT
-from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
 from distill.run.frozen_text import load_frozen_text
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.drafters.draft import Draft, Drafting
@@ -24,32 +23,17 @@ from speculative.measure.replay import texts_of
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule
 
-ALL = "all"  # The slice of requests without a label, and the name of all held-out prompts together.
-OTHERS = "others"
-MOST_SLICES = 20
 _VARYING = 0.05  # A mean draft length this far from a whole number is no fixed gamma.
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The blocks of the run's draft on its held-out prompts, as a server would have counted them, the domain as slice.
-    drafting: how the draft is served.
-    """
+    """The blocks of the run's draft on its held-out prompts, as a server would have counted them. drafting: how it is served."""
 
     gamma: int
     rule: Rule
     prompts: list[AcceptanceRecord]
     drafting: Drafting = "autoregressive"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Requests of one label, in order. prompts: indices of the prompts that they are compared with; `of`: the name of these prompts."""
-
-    name: str
-    records: list[AcceptanceRecord]
-    prompts: list[int]
-    of: str
 
 
 def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
@@ -97,7 +81,7 @@ def drawn_prompts(
             here = int((highest_G <= rng.exponential()).sum())
             start, blocks, accepted = start + here + 1, blocks + 1, accepted + here
         if blocks:
-            rows.append(AcceptanceRecord(len(rows), blocks * gamma, accepted, blocks, domain))
+            rows.append(AcceptanceRecord(blocks * gamma, accepted, blocks, domain))
     return rows
 
 
@@ -117,10 +101,11 @@ def _beyond(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> np.ndarray
 
 def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[str]]:
     """(the server's drafted tokens per block: the requested number, else the log's, else None; notes for the reader)."""
-    mean = log.gamma()
-    if mean is None:
+    counted = [(record.drafted, record.blocks) for record in log.records if record.blocks is not None]
+    if not counted:
         unsaid = "the log does not give its blocks, so the verdict's gamma is assumed (set another with --gamma)"
         return asked, [unsaid] if asked is None else []
+    mean = sum(drafted for drafted, _ in counted) / sum(blocks for _, blocks in counted)
     gamma = asked or max(1, round(mean))
     if abs(mean - gamma) <= _VARYING * gamma:
         return gamma, []
@@ -132,25 +117,18 @@ def gamma_of(log: AcceptanceLog, asked: int | None) -> tuple[int | None, list[st
 
 def slices_of(
     records: Sequence[AcceptanceRecord], prompts: Sequence[AcceptanceRecord]
-) -> tuple[list[Slice], list[str]]:
-    """(the records of each label with the prompts of each, notes for the reader). Beyond MOST_SLICES labels the rarest are combined.
+) -> tuple[list[int], np.ndarray, list[str]]:
+    """(domain of each record as a row, (S, P) the prompts that each domain is compared with, notes for the reader).
 
-    A label with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them.
+    A domain with fewer than FEWEST_REQUESTS held-out prompts is compared with all of them.
     """
-    counts = Counter(record.slice or ALL for record in records)
-    few_labels = len(counts) <= MOST_SLICES
-    alone = set(counts) if few_labels else {name for name, _ in counts.most_common(MOST_SLICES - 1)}
-    by_name: dict[str, list[AcceptanceRecord]] = {}
-    for record in records:
-        label = record.slice or ALL
-        by_name.setdefault(label if label in alone else OTHERS, []).append(record)
-    rare = len(counts) - len(alone)
-    notes, slices = [f"{rare} rare labels are combined as `{OTHERS}`"] if rare else [], []
-    for name, records_here in by_name.items():
-        same_label = [index for index, prompt in enumerate(prompts) if prompt.slice == name]
-        few = len(same_label) < FEWEST_REQUESTS
-        if few and name not in (OTHERS, ALL):
-            there = f"only {len(same_label)} held-out prompts" if same_label else "no held-out prompts"
-            notes.append(f"{name}: {there} with that label, so it is compared with all {len(prompts)}")
-        slices.append(Slice(name, records_here, [*range(len(prompts))] if few else same_label, ALL if few else name))
-    return slices, notes
+    domains, notes = list(dict.fromkeys(record.domain for record in records)), []
+    members_SP = np.array([[prompt.domain == domain for prompt in prompts] for domain in domains])
+    for domain, members_P in zip(domains, members_SP, strict=True):
+        if (count := members_P.sum()) < FEWEST_REQUESTS:
+            members_P[:] = True
+            if domain is not None:
+                notes.append(
+                    f"{domain}: {count} held-out prompts of that domain, so it is compared with all {len(prompts)}"
+                )
+    return [domains.index(record.domain) for record in records], members_SP, notes

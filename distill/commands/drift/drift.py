@@ -14,9 +14,8 @@ from rich.console import Console
 from data.responses.endpoint_keys import key_in
 from distill.commands.drift.baseline import Baseline, baseline_of, gamma_of, slices_of
 from distill.commands.drift.options import DriftOptions
-from distill.commands.drift.sources import read_answers, scrape
+from distill.commands.drift.sources import AcceptanceLog, read_answers, scrape
 from distill.commands.output import check_known, check_writable, write_asked
-from distill.engines.protocol.counts import AcceptanceLog
 from speculative.errors import UserError
 from speculative.explain.rate_change import rate_change
 from speculative.measure.intervals import Interval, interval
@@ -100,16 +99,11 @@ def _check(options: DriftOptions) -> None:
 
 
 def _compared(options: DriftOptions, log: AcceptanceLog, baseline: Baseline, notes: list[str]) -> Drift:
-    slices, more = slices_of(log.records, baseline.prompts)
-    members_SP = np.zeros((len(slices), len(baseline.prompts)), dtype=bool)
-    for number, part in enumerate(slices):
-        members_SP[number, part.prompts] = True
-    ordered = [(record, number) for number, part in enumerate(slices) for record in part.records]
+    labels, members_SP, more = slices_of(log.records, baseline.prompts)
     now, judged = (
         np.array([[record.accepted, record.drafted] for record in records]).T
-        for records in ([record for record, _ in ordered], baseline.prompts)
+        for records in (log.records, baseline.prompts)
     )
-    labels = [number for _, number in ordered]
     change = rate_change(now, labels, judged, members_SP, sums=log.sums, confidence=CONFIDENCE)
     refresh, requests = change.ci[1] < 0, len(log.records)
     sentence = (

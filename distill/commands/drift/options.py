@@ -23,9 +23,7 @@ class DriftOptions:
     metrics_url: Annotated[
         str, option("metrics page of a running engine, scraped several times, e.g. http://127.0.0.1:8000/metrics")
     ] = ""
-    log: Annotated[
-        Path | None, option("or answers as JSON lines, such as a readback's: responses of an engine, or counts")
-    ] = None
+    log: Annotated[Path | None, option("or the answers that a readback kept, RUN/readback.jsonl")] = None
     interval: Annotated[float, option("with --metrics-url: seconds between scrapes")] = 60.0
     scrapes: Annotated[int, option("with --metrics-url: number of scrapes, at least 2")] = 2
     api_key_env: shared.KeyVariable = ""

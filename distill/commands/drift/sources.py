@@ -5,20 +5,34 @@ one record per request.
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from distill.config.layout import ANSWERS
 from distill.engines.protocol.client import counters_of
 from distill.engines.protocol.counters import PAGES, ServerCounts, difference
-from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord, CountsError
+from distill.engines.protocol.counts import CountsError
 from distill.engines.protocol.engine import read_counts
 from speculative.errors import UserError
 
-_EXPECTED = (
-    '{"accepted": 131, "drafted": 300} on each line, optional "blocks", "domain", "time"; or an engine\'s response'
-)
-_MOST = 1 << 31  # Maximum tokens of one record.
+
+@dataclass(frozen=True)
+class AcceptanceRecord:
+    """Tokens of one request or interval. blocks: target calls with drafted tokens; None if not logged."""
+
+    drafted: int
+    accepted: int
+    blocks: int | None = None
+    domain: str | None = None
+
+
+@dataclass(frozen=True)
+class AcceptanceLog:
+    """Records of a log. sums: a record is an interval of many requests. warnings: on skipped records."""
+
+    records: list[AcceptanceRecord]
+    sums: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str = "") -> AcceptanceLog:
@@ -62,7 +76,7 @@ def _differences(url: str, pages: list[ServerCounts], gamma: int | None) -> Acce
             raise UserError(
                 f"--metrics-url {url}: {change.accepted:,} tokens accepted of only {drafted:,} drafted tokens; give the server's --gamma"
             )
-        records.append(AcceptanceRecord(len(records), drafted, change.accepted, change.blocks))
+        records.append(AcceptanceRecord(drafted, change.accepted, change.blocks))
     if not records:
         idle = "nothing was drafted between the scrapes; check that it serves requests, or raise --interval"
         raise UserError(f"--metrics-url {url}: {'; '.join(warnings) or idle}")
@@ -70,60 +84,24 @@ def _differences(url: str, pages: list[ServerCounts], gamma: int | None) -> Acce
 
 
 def read_answers(path: Path) -> AcceptanceLog:
-    """The records of a file of JSON lines: answers that `understudy readback` kept, an engine's responses, or counts.
+    """The records of answers that `understudy readback` kept as JSON lines. Those without drafted tokens are skipped.
 
-    An incomplete last line is skipped with a warning, because the file may still be written. Requests without drafted tokens are skipped.
-
-    Raises UserError: no such file, a damaged line (with its number), accepted > drafted, or no records.
+    Raises UserError: no such file, a damaged line (with its number), counts that contradict each other, or no records.
     """
     if not path.is_file():
         raise UserError(f"--log {path}: no such file; give the answers of a readback, or see `understudy traffic show`")
-    records, warnings, idle = list[AcceptanceRecord](), list[str](), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = _record(len(records), json.loads(line))
-            except (ValueError, RecursionError, OverflowError) as error:  # Also too many digits, or nesting too deep.
-                if line.endswith(b"\n"):
-                    raise UserError(f"{path}:{number}: {error}; expected {_EXPECTED}") from None
-                warnings.append(f"{path}:{number}: the last line is incomplete and skipped")
-                break
-            if record.drafted:
-                records.append(record)
-            else:
-                idle += 1
-    if idle:
-        warnings.append(f"{idle} of {idle + len(records)} records have no drafted tokens and are skipped")
+    records, idle = list[AcceptanceRecord](), 0
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            counts = read_counts(row["response"])
+            label = str(row["domain"])
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
+            raise UserError(f"{path}:{number}: {error}; give the answers of a readback, RUN/{ANSWERS}") from None
+        if counts is None or not counts.drafted:
+            idle += 1
+        else:
+            records.append(AcceptanceRecord(counts.drafted, counts.accepted or 0, counts.blocks, label))
     if not records:
-        raise UserError(f"--log {path}: no record with drafted tokens; expected {_EXPECTED}")
-    return AcceptanceLog(records, False, warnings)
-
-
-def _record(order: int, row: Any) -> AcceptanceRecord:
-    """Check one line. Raises ValueError."""
-    if not isinstance(row, Mapping):
-        raise ValueError("not a JSON object")
-    counts: Mapping[str, Any] = row
-    if "accepted" not in row and "drafted" not in row:
-        response = row["response"] if isinstance(row.get("response"), Mapping) else row
-        found = read_counts(response)
-        if found is None and "choices" not in response:
-            raise ValueError('"accepted" is missing, and this is not a record of a known engine')
-        counts = {"accepted": 0, "drafted": 0} if found is None else vars(found)
-        row = {"time": response.get("created"), **row}
-    for key in ("accepted", "drafted", "blocks"):
-        value = counts.get(key)
-        if (type(value) is not int or not 0 <= value < _MOST) and not (key == "blocks" and value is None):
-            problem = "missing" if key not in counts else json.dumps(value)
-            raise ValueError(f'"{key}" is {problem}, not a whole number')
-    accepted, drafted, blocks = int(counts["accepted"]), int(counts["drafted"]), counts.get("blocks")
-    label, moment = row.get("domain"), row.get("time")
-    if accepted > drafted:
-        raise ValueError(f"accepted {accepted} of only {drafted} drafted tokens")
-    if blocks == 0 and drafted:
-        raise ValueError(f"{drafted} drafted tokens in 0 blocks")
-    if label is not None and not isinstance(label, str):
-        raise ValueError(f'"domain" is {json.dumps(label)}, not text')
-    return AcceptanceRecord(order, drafted, accepted, blocks, label, None if moment is None else str(moment))
+        raise UserError(f"--log {path}: no answer with drafted tokens; give the answers of a readback, RUN/{ANSWERS}")
+    return AcceptanceLog(records, False, [f"{idle} answers have no drafted tokens and are skipped"] * bool(idle))

@@ -1,7 +1,7 @@
-"""Draft counts of one request, and records of them over time. Counts that contradict themselves raise a `CountsError` with the field."""
+"""Draft counts of one request. Counts that contradict themselves raise a `CountsError` with the field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -111,29 +111,3 @@ def _counts(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, list | tuple) or any(type(value) is not int or value < 0 for value in values):
         raise CountsError(f"{where} is {repr(values)[:60]}, not a list of whole numbers")
     return tuple(values)
-
-
-@dataclass(frozen=True)
-class AcceptanceRecord:
-    """Tokens of one request or interval. order: from 0, as logged. blocks: target calls with drafted tokens; None if not logged."""
-
-    order: int
-    drafted: int
-    accepted: int
-    blocks: int | None = None
-    slice: str | None = None
-    time: str | None = None
-
-
-@dataclass(frozen=True)
-class AcceptanceLog:
-    """Records of a log. sums: a record is an interval of many requests. warnings: one line for each kind of skipped record."""
-
-    records: list[AcceptanceRecord]
-    sums: bool = False
-    warnings: list[str] = field(default_factory=list)
-
-    def gamma(self) -> float | None:
-        """Mean drafted tokens per block over records with blocks; None if there are none."""
-        counted = [(record.drafted, record.blocks) for record in self.records if record.blocks is not None]
-        return sum(drafted for drafted, _ in counted) / sum(blocks for _, blocks in counted) if counted else None

@@ -11,19 +11,10 @@ from rich.console import Console
 from tiny_models import perturbed, prompts_of, tiny_model
 
 from distill.commands.drift import drift
-from distill.commands.drift.baseline import (
-    ALL,
-    MOST_SLICES,
-    OTHERS,
-    Baseline,
-    baseline_of,
-    drawn_prompts,
-    gamma_of,
-    slices_of,
-)
+from distill.commands.drift.baseline import Baseline, baseline_of, drawn_prompts, gamma_of, slices_of
 from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.drift.options import DriftOptions
-from distill.engines.protocol.counts import AcceptanceLog, AcceptanceRecord
+from distill.commands.drift.sources import AcceptanceLog, AcceptanceRecord, read_answers
 from distill.run.frozen_text import load_frozen_text
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -50,7 +41,14 @@ def requests(rng: np.random.Generator, count: int, domain: str, ease: float | No
 
 
 def write_log(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    """The rows as answers that a readback kept."""
+    names = {"drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens", "blocks": "num_spec_steps"}
+    lines = list[str]()
+    for row in rows:
+        counts = {names[name]: row[name] for name in names}
+        response = {"domain": row.get("domain", "stdlib"), "response": {"metrics": {"speculative_decoding": counts}}}
+        lines.append(json.dumps(response) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
@@ -59,10 +57,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with 80 held-out prompts of code, 80 of chat, 3 of a third domain."""
     rng = np.random.default_rng(0)
     rows = requests(rng, 80, "code") + requests(rng, 80, "chat") + requests(rng, 3, "rare", 0.8)
-    prompts = [
-        AcceptanceRecord(order, row["drafted"], row["accepted"], row["blocks"], row["domain"])
-        for order, row in enumerate(rows)
-    ]
+    prompts = [AcceptanceRecord(row["drafted"], row["accepted"], row["blocks"], row["domain"]) for row in rows]
     known = Baseline(GAMMA, Rule.named("sample"), prompts)
     monkeypatch.setattr(drift, "baseline_of", lambda *_: known)
 
@@ -93,8 +88,8 @@ def test_traffic_like_the_held_out_prompts_is_no_drift(judged: None, tmp_path: P
     )
     assert Drift.model_validate_json(out.read_text()) == found
     assert found.sentence in console.file.getvalue().replace("\n", " ")  # type: ignore[attr-defined]
-    unlabelled = [{key: value for key, value in json.loads(line).items() if key != "domain"} for line in log.open()]
-    assert drifted(tmp_path, write_log(log, unlabelled)).refresh is True, "all of them together accept more"
+    log.write_text(log.read_text().replace('"code"', '"new"').replace('"chat"', '"new"'))
+    assert drifted(tmp_path, log).refresh is True, "all of them together accept more"
 
 
 def test_a_fall_advises_a_refresh(judged: None, tmp_path: Path) -> None:
@@ -138,40 +133,42 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
 
 def prompts_by_label(**counts: int) -> list[AcceptanceRecord]:
     return [
-        AcceptanceRecord(number, 40, 10 + number % 9, 10, name)
-        for name, count in counts.items()
-        for number in range(count)
+        AcceptanceRecord(40, 10 + number % 9, 10, name) for name, count in counts.items() for number in range(count)
     ]
 
 
-def test_a_label_is_compared_with_its_own_prompts_or_says_that_it_is_not() -> None:
-    records = [AcceptanceRecord(order, 4, 1, 1, name) for order, name in enumerate(["a", "few", None, "new", "a"])]
-    slices, notes = slices_of(records, prompts_by_label(a=10, few=7))
-    assert [(part.name, part.of, len(part.records), len(part.prompts)) for part in slices] == [
-        ("a", "a", 2, 10),
-        ("few", ALL, 1, 17),
-        (ALL, ALL, 1, 17),
-        ("new", ALL, 1, 17),
-    ]
+def test_a_domain_is_compared_with_its_own_prompts_or_says_that_it_is_not() -> None:
+    records = [AcceptanceRecord(4, 1, 1, name) for name in ("a", "few", None, "new", "a")]
+    rows, members_SP, notes = slices_of(records, prompts_by_label(a=10, few=7))
+    assert (rows, members_SP.sum(1).tolist()) == ([0, 1, 2, 3, 0], [10, 17, 17, 17])
     assert notes == [
-        "few: only 7 held-out prompts with that label, so it is compared with all 17",
-        "new: no held-out prompts with that label, so it is compared with all 17",
+        "few: 7 held-out prompts of that domain, so it is compared with all 17",
+        "new: 0 held-out prompts of that domain, so it is compared with all 17",
     ]
 
 
-def test_rare_labels_go_together_where_there_are_too_many() -> None:
-    names = [f"n{number}" for number in range(MOST_SLICES + 5) for _ in range(2 if number < MOST_SLICES - 1 else 1)]
-    slices, notes = slices_of(
-        [AcceptanceRecord(order, 4, 1, 1, name) for order, name in enumerate(names)], prompts_by_label(a=10)
-    )
-    assert len(slices) == MOST_SLICES
-    assert (slices[-1].name, len(slices[-1].records)) == (OTHERS, 6)
-    assert notes[0] == "6 rare labels are combined as `others`"
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ":1: Expecting property name"),
+        ("7", ":1: "),
+        ('{"accepted": 3, "drafted": 4}', ":1: 'response'"),
+        (
+            '{"domain": "a", "response": {"timings": {"draft_n": 3, "draft_n_accepted": 4}}}',
+            "4 tokens accepted, but only 3",
+        ),
+        ('{"domain": "a", "response": {"choices": []}}', "no answer with drafted tokens"),
+    ],
+)
+def test_answers_that_tell_nothing_are_one_line(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "log.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=words):
+        read_answers(tmp_path / "log.jsonl")
 
 
 def test_gamma_is_the_logs_where_it_tells() -> None:
     def log(*pairs: tuple[int, int | None]) -> AcceptanceLog:
-        return AcceptanceLog([AcceptanceRecord(0, drafted, 1, blocks) for drafted, blocks in pairs])
+        return AcceptanceLog([AcceptanceRecord(drafted, 1, blocks) for drafted, blocks in pairs])
 
     assert gamma_of(log((30, 10), (29, 10)), None) == (3, [])
     assert gamma_of(log((30, None)), 5) == (5, [])

@@ -1,16 +1,12 @@
 """Counts of drafts in each engine's own words: what is read, and what is refused by the name of its field."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distill.commands.drift.sources import read_answers
 from distill.engines.protocol.counters import difference, parse_page
-from distill.engines.protocol.counts import AcceptanceRecord, CountsError, RequestCounts
+from distill.engines.protocol.counts import CountsError, RequestCounts
 from distill.engines.protocol.engine import counts_of, read_counts
-from speculative.errors import UserError
 
 USAGE = {"usage": {"completion_tokens": 9}}
 STATS = {"num_spec_steps": 4, "num_accepted_draft_tokens": 5, "num_draft_tokens": 12, "num_spec_tokens": 3}
@@ -95,28 +91,6 @@ def test_what_says_nothing_of_drafts_is_nobodys(answer: Any) -> None:
 def test_counts_that_cannot_be_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(CountsError, match=named):
         read_counts({"metrics": {"speculative_decoding": STATS | DETAILS | change}})
-
-
-def test_drift_reads_responses_with_slices(tmp_path: Path) -> None:
-    path = tmp_path / "responses.jsonl"
-    rows = [
-        {"domain": "code", "response": ANSWERS["vllm-detailed"][0]},
-        ANSWERS["llama.cpp"][0] | {"created": 17},
-        {"domain": "chat", "response": {"choices": [{"text": "no draft"}]}},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    log = read_answers(path)
-    assert log.records == [
-        AcceptanceRecord(0, 12, 5, 4, "code"),
-        AcceptanceRecord(1, 12, 5, None, None, "17"),
-    ]
-    assert log.warnings == ["1 of 3 records have no drafted tokens and are skipped"]
-    path.write_text(json.dumps({"timings": {"draft_n": 3, "draft_n_accepted": 4}}) + "\n" + json.dumps(rows[0]) + "\n")
-    with pytest.raises(UserError, match=r"responses\.jsonl:1: 4 tokens accepted, but only 3 drafted"):
-        read_answers(path)
-    path.write_text('{"hello": 1}\n{}\n')
-    with pytest.raises(UserError, match='"accepted" is missing'):
-        read_answers(path)
 
 
 def counted(page: str) -> Any:
