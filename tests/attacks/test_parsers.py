@@ -35,13 +35,13 @@ from data.prompts.prompt import PromptRow, PromptSource, Template
 from data.prompts.sources import load_source
 from data.prompts.template import render_prompt
 from data.responses.prompt_logprobs import read_topk
-from distill.commands.drift.sources import read_answers
+from distill.commands.drift.sources import AcceptanceLog, read_answers
 from distill.commands.serve import read_export
 from distill.config.layout import SERVING_FORMAT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.engines.protocol.counters import ServerCounts, parse_page
-from distill.engines.protocol.counts import AcceptanceLog, CountsError, RequestCounts
+from distill.engines.protocol.counts import CountsError, RequestCounts
 from distill.engines.protocol.engine import counts_of
 from distill.engines.protocol.facts import EngineFacts
 from distill.live.arms import Arm, Arms, read_arms, write_arms
@@ -200,11 +200,8 @@ def _sealed(name: str, content: bytes, _: Path) -> TrafficRecord:
 
 
 def _logs(_: Path) -> Made:
-    rows = [{"accepted": 3, "drafted": 9, "blocks": 3, "domain": "a", "time": "t"}, {"accepted": 0, "drafted": 4}]
-    engine = [
-        {"response": {"choices": [], "timings": {"draft_n": 9, "draft_n_accepted": 4}}, "domain": "b"},
-    ]
-    return {"log.jsonl": _lines(*rows, *engine)}
+    engines = {"metrics": {"speculative_decoding": COUNTS}}, {"timings": {"draft_n": 9, "draft_n_accepted": 4}}
+    return {"log.jsonl": _lines(*({"domain": "a", "response": {"choices": [], **of}} for of in engines))}
 
 
 PAGE = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
