@@ -3,7 +3,6 @@
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -187,24 +186,3 @@ def test_a_decoder_with_python_around_it_is_not_trusted():
     assert decoding_of(cleaned) == "whole"
     check_against_the_twin(cleaned, ids_of("do n't , it 's ."), ())
     assert decoding_of(object()) == "whole"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stop", "text", "stopped"),
-    [
-        ("a b c d", ("bcd", "c"), "ab", "c"),  # "c" is complete first
-        ("a b return", ("bret", "e"), "a", "bret"),  # one token completes both: the earliest counts
-        ("a b c", ("abc", "ab"), "", "ab"),
-        ("abc", ("abc", "ab"), "", "abc"),  # both at once, at the same place: the first given
-        ("abc", ("ab", "abc"), "", "ab"),
-        ("a a b", ("ab",), "a", "ab"),
-        ("a a a b", ("aab",), "a", "aab"),
-        ("ab ab ac", ("abac",), "ab", "abac"),
-        ("x y z", ("q", "zz"), "xyz", None),
-    ],
-)
-def test_overlapping_stop_strings(tokens, stop, text, stopped):
-    ids = [ids_of(token)[0] for token in tokens.split()]
-    assert [whole(EMBEDDED, [one]) for one in ids] == tokens.split()
-    assert end_of(EMBEDDED, ids, stop)[1:] == (text, stopped)
-    check_against_the_twin(EMBEDDED, ids, stop)

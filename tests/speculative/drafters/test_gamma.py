@@ -2,15 +2,10 @@
 
 import numpy as np
 import pytest
-from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
+from tiny_models import perturbed, tiny_model
 
-from speculative.decode import decode
-from speculative.decoder.responses import DecodeSettings
-from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds
 from speculative.errors import UserError
-from speculative.rules.rule import Rule
-from speculative.rules.sampling import GREEDY
 
 TARGET = tiny_model()
 DRAFT = perturbed(TARGET)
@@ -168,14 +163,3 @@ def test_what_a_draft_proposed_after_the_first_rejection_changes_no_choice():
 def test_odd_policies_are_refused():
     with pytest.raises(UserError, match="max_gamma = 0: must be at least 1"):
         AdaptiveGamma(0)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_adaptive_gamma_leaves_greedy_text_as_it_is(batch_size):
-    prompts = prompts_of([9, 1, 23, 4, 70, 2])
-    settings = DecodeSettings(GREEDY, 6, Rule.named("greedy"), max_tokens=40)
-    policy = AdaptiveGamma(6)
-    responses, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, settings, batch_size=batch_size, policy=policy)
-    assert texts(responses) == generated(TARGET, prompts, 40)
-    drafted = [count for response in responses for count in response.drafted_counts]
-    assert len(set(drafted)) >= 3

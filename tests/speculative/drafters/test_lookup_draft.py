@@ -120,46 +120,6 @@ def test_all_rows_are_the_seconds_when_the_first_finds_nothing():
     assert proposal.sources_R.tolist() == [2, 2]
 
 
-def test_a_draft_nobody_verified_is_called_back_once():
-    first, then = Scripted("first", chains([1], [])), Scripted("then", chains([7], [8]))
-    cascade = LookupDraft(first, then)
-    rows = HostRows(cascade, 2)
-    for row in (0, 1):
-        rows.apply(("admit", (row, [1, 2])))
-    cascade.propose(rows.ask(1))
-    rows.apply(("grow", (0, [5, 5])))
-    rows.apply(("grow", (1, [6])))
-    then.told.clear()
-    cascade.propose(rows.ask(1))
-    assert then.told == [("propose", 0, [2, 3]), ("propose", 1, [4, 3])]
-    rows.apply(("keep", [1, 0]))
-    rows.apply(("grow", (1, [5])))
-    then.told.clear()
-    cascade.propose(rows.ask(1))
-    assert then.told == [("propose", 0, [3, 4]), ("propose", 1, [3, 5])]
-    rows.apply(("admit", (0, [3])))
-    rows.apply(("admit", (1, [3])))
-    then.told.clear()
-    first.proposal = chains([1], [1])
-    cascade.propose(rows.ask(1))
-    assert then.told == [("propose", 0, [1, 1])]
-
-
-def test_both_hear_of_rows_and_only_watchers_observe():
-    first, then = Scripted("first", chains([1], [2])), Scripted("then", chains([1], [2]))
-    then.observes = True
-    cascade = LookupDraft(first, then)
-    assert cascade.observes
-    HostRows(cascade, 2)
-    cascade.admit([1], np.ones((2, 5), dtype=np.int64), np.ones(2, dtype=np.int64))
-    cascade.observe(np.ones((2, 2)), np.ones((2, 2)), np.zeros(2))
-    cascade.keep([1])
-    assert first.told == [("start", 2), ("admit", [1]), ("keep", [1])]
-    assert then.told == [("start", 2), ("admit", [1]), ("observe", [[1.0, 1.0], [1.0, 1.0]]), ("keep", [1])]
-    assert not LookupDraft(PromptLookup(), ModelDrafter(DRAFT)).observes
-    assert LookupDraft(PromptLookup(), ModelDrafter(DRAFT)).model is DRAFT
-
-
 def test_pairs_that_make_no_sense_are_refused():
     for make, message in (
         (lambda: LookupDraft(ModelDrafter(DRAFT), PromptLookup()), "the draft always proposes, .* swap the two"),

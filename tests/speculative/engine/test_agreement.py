@@ -18,15 +18,7 @@ from speculative.rules.sampling import GREEDY
 SETTINGS = DecodeSettings(GREEDY, 0, Rule.named("greedy"), max_tokens=12)
 PROMPTS = prompts_of([24, 3, 11])
 SLIDING, FULL = "sliding_attention", "full_attention"
-FROM_PADDING = (
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "data2vec-text",
-    "roberta-prelayernorm",
-    "xlm-roberta-xl",
-    "xmod",
-)
+FROM_PADDING = ("roberta", "xlm-roberta-xl", "xmod")
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs eagerly")
 
 
@@ -84,35 +76,6 @@ def test_attention_of_another_scale_is_noticed_in_every_dtype(dtype):
     assert dtype == torch.float16 or "because compiled code gives other logits than the model itself" in speed_warning(
         model
     )
-
-
-@pytest.mark.parametrize("change", ["scale", "hook", "hook of all", "weights", "config"])
-def test_what_changes_after_the_first_use_is_tested_again(change):
-    model, hook = tiny_model(seed=2), None
-    if change == "weights":  # nothing to see yet
-        before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        model.model.layers[0].self_attn.scaling *= 3.0
-        with torch.no_grad():
-            model.model.layers[0].self_attn.o_proj.weight.zero_()
-            model.model.layers[1].self_attn.o_proj.weight.zero_()
-    assert decoded(model) == own_texts(model)
-    if change == "scale":
-        model.model.layers[1].self_attn.scaling *= 3.0
-    elif change == "hook":
-        hook = model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: output * 2)
-    elif change == "hook of all":
-        hook = torch.nn.modules.module.register_module_forward_hook(
-            lambda module, args, output: output * 1.3 if isinstance(module, torch.nn.Linear) else None
-        )
-    elif change == "weights":
-        model.load_state_dict(before)
-    else:
-        model.config.sliding_window = 4  # Llama's own code does not read it
-    try:
-        assert decoded(model) == own_texts(model)
-    finally:
-        if hook is not None:
-            hook.remove()
 
 
 def test_a_model_that_itself_rounds_much_is_no_fault_of_ours():

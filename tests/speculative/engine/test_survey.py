@@ -74,20 +74,3 @@ def test_adapters_that_are_switched_or_merged_change_the_state() -> None:
     assert Survey(model).state == before
     model.merge_adapter()
     assert Survey(model).state != before
-
-
-def test_it_sees_tensor_subclasses_and_hooks() -> None:
-    class Packed(torch.Tensor):
-        """A weight of another class, as quantisation makes."""
-
-    model = tiny_model()
-    assert Survey(model).ordinary
-    assert not Survey(model).listened_to
-    assert set(Survey(model).modules) == set(model.modules())
-    assert set(map(id, Survey(model).weights)) == set(map(id, model.parameters()))
-    head = model.lm_head
-    hook = head.register_forward_hook(lambda *args: None)
-    assert Survey(model).listened_to
-    hook.remove()
-    head.weight = nn.Parameter(head.weight.detach().as_subclass(Packed), requires_grad=False)
-    assert not Survey(model).ordinary

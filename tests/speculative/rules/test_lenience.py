@@ -136,18 +136,6 @@ def test_decoding_with_lenience_1_is_lossless_and_tau_grows_with_it(rule, runner
     assert counted[-1] == 16 * 24 / 4 < counted[0]
 
 
-@pytest.mark.parametrize("rule", [SAMPLE, ARGMAX])
-def test_compiled_code_gives_what_python_gives(rule):
-    settings, prompts = replace(SAMPLED, rule=rule.lenient(2.0)), prompts_of([3, 9, 5, 17])
-    ours, theirs = (
-        decode(TARGET, ModelDrafter(DRAFT), prompts, settings, runner=runner)[0] for runner in ("compile", "eager")
-    )
-    assert texts(ours) == texts(theirs)
-    assert [response.accepted_counts for response in ours] == [response.accepted_counts for response in theirs]
-    lossless, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, replace(settings, rule=rule), runner="eager")
-    assert texts(ours) != texts(lossless)
-
-
 def test_the_test_of_the_text_detects_lenience():
     settings, prompts = replace(SAMPLED, max_tokens=64), prompts_of([3, 9, 5, 7] * 8)
     for size, same in ((1.0, True), (8.0, False)):
