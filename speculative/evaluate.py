@@ -35,7 +35,7 @@ FEWEST_COMPARED, MOST_ERRORS = 16, 4.0
 
 @dataclass(frozen=True)
 class HeldoutResponse:
-    """A frozen response of the target, sampled at the serving settings, with its log target probabilities."""
+    """A held-out response of the target, sampled at the serving settings, with its log target probabilities."""
 
     key: str
     domain: str
@@ -60,7 +60,7 @@ class PerResponse(Record):
 class OnText(Record):
     """Numbers of a draft on a text. Null: needs live decoding, and nothing was decoded."""
 
-    alpha: float = Field(description="acceptance rate on the frozen text")
+    alpha: float = Field(description="acceptance rate on the held-out responses")
     alpha_ci: Interval | None = Field(None, description="its 95 % interval")
     tau: float | None = Field(None, description="tokens per target call at the judged gamma")
     tau_ci: Interval | None = Field(None, description="its 95 % interval")
@@ -69,8 +69,8 @@ class OnText(Record):
         None, description="share of blocks whose first j tokens are all accepted, j from 1; live, else by replay"
     )
     prompts: int | None = Field(None, description="held-out prompts")
-    tokens: int | None = Field(None, description="tokens of their frozen responses")
-    replay: dict[int, float] = Field({}, description="tau by gamma, from the frozen text")
+    tokens: int | None = Field(None, description="tokens of their held-out responses")
+    replay: dict[int, float] = Field({}, description="tau by gamma, from the held-out responses")
 
 
 class LiveCheck(Record):
@@ -96,7 +96,7 @@ class FreshCheck(Record):
 
 
 class Judgement(OnText):
-    """judgement.json of a checkpoint: replay of the frozen text, and some prompts decoded live. In a verdict: all decoded live."""
+    """judgement.json of a checkpoint: replay of the held-out responses, and some prompts decoded live. In a verdict: all decoded live."""
 
     step: int | None = Field(None, description="of the checkpoint; null: none of this run")
     score: float | None = Field(
@@ -167,7 +167,7 @@ def judge_frozen(
     *,
     scores: Sequence[TokenScores] | None = None,
 ) -> Judgement:
-    """The cheap part of `judge`: alpha (of a block's first token) and tau at the scored gammas from one draft pass over frozen text,
+    """The cheap part of `judge`: alpha (of a block's first token) and tau at the scored gammas from one draft pass over held-out responses,
     without the target in memory. scores: of this draft on this text, if already known; then no model runs.
     """
     require_text(heldout)
@@ -353,12 +353,12 @@ def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
 def frozen_responses(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
 ) -> list[HeldoutResponse]:
-    """Decode the target alone; its responses are the frozen text to judge drafts on."""
+    """Decode the target alone; its responses are the held-out responses to judge drafts on."""
     return as_heldout(decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)[0], domain)
 
 
 def as_heldout(responses: Sequence[Response], domain: str) -> list[HeldoutResponse]:
-    """Responses of the target alone as frozen text."""
+    """Responses of the target alone as held-out responses."""
     return [
         HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)
         for text in responses

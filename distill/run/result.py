@@ -138,7 +138,9 @@ class Result(Record):
     made: str | None = Field(None, description="time of writing, UTC")
     verdict: Verdict = Field(description="the contents of verdict.json")
     curves: Curves | None = Field(None, description="alpha, tau and speed over gamma, by replay")
-    slices: list[SliceTable] = Field([], description="acceptance on parts of the frozen text, one table per dimension")
+    slices: list[SliceTable] = Field(
+        [], description="acceptance on parts of the held-out responses, one table per dimension"
+    )
     losslessness: Losslessness | None = Field(None, description="whether text is the target's own; null: not tested")
     scores: list[TaskScores] = Field([], description="task scores with and without the draft, one entry per scorer")
     disagreements: list[Disagreement] = Field([], description="the most expensive disagreements, worst first")

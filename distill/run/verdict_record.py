@@ -81,7 +81,7 @@ class Verdict(Record):
     rule: str = Field(description="engine rule")
     gamma: int = Field(description="drafted tokens per block")
     prompts: int = Field(description="held-out prompts")
-    tokens: int = Field(description="tokens of the frozen responses")
+    tokens: int = Field(description="tokens of the held-out responses")
     against_served: Effects | None = Field(None, description="draft minus served draft")
     replay: dict[int, float] = Field({}, description="tau of the draft by gamma, 0 to 32, by replay")
     best_gamma_range: tuple[int, int] | None = Field(
@@ -97,7 +97,7 @@ class Verdict(Record):
     latency_loads: dict[str, int | None] = Field({}, description="by way, the largest load within judge.latency_ms")
     checkpoints: list[Judgement] = Field([], description="every judged checkpoint with its gain, step 0 first")
     self_checks: dict[str, Any] = Field({}, description="checks made before anything was measured")
-    repetition: Repetition | None = Field(None, description="how much the frozen text repeats itself")
+    repetition: Repetition | None = Field(None, description="how much the held-out responses repeat themselves")
     outcome: Outcome = Field(description="see [the outcomes](../verdict.md#the-outcomes)")
     warnings: list[Text] = Field([], description="live and replay disagree, the target loops, a load was not measured")
     seconds: dict[str, float] = Field({}, description="seconds of each stage of the run; empty for an evaluation")
@@ -118,7 +118,7 @@ class Verdict(Record):
 
     @property
     def response_tokens(self) -> float:
-        """Mean tokens of a frozen response."""
+        """Mean tokens of a held-out response."""
         return self.tokens / max(1, self.prompts)
 
     @property

@@ -204,7 +204,7 @@ def findings_of(
 
 
 def curves_of(evidence: Evidence) -> Curves:
-    """Curves of every rule that some frozen text can be replayed under; the other rules with the reason."""
+    """Curves of every rule that some held-out responses can be replayed under; the other rules with the reason."""
     rules, gamma = [], evidence.setup.gamma
     covered: set[Rule] = set()
     for text_rule, text in evidence.setup.texts.items():

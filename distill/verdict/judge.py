@@ -1,4 +1,4 @@
-"""Judge a checkpoint on held-out prompts: replay of frozen text gives the score, real decoding of some prompts proves it."""
+"""Judge a checkpoint on held-out prompts: replay of held-out responses gives the score, real decoding of some prompts proves it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -166,7 +166,7 @@ class DraftJudge:
         return {"fresh_check": check.record(), "warnings": [] if check.agrees else [f"{warning} (z {check.z:+.1f})"]}
 
     def replay_now(self, module: DraftModule) -> dict[str, float]:
-        """{alpha, tau} on the frozen text of the configured rule: one draft pass, no target, on the main process."""
+        """{alpha, tau} on the held-out responses of the configured rule: one draft pass, no target, on the main process."""
         rule, gamma = self.settings.rule, self.settings.gamma
         draft = self._draft(module)
         scores = score_tokens(draft.model, self.heldout[rule], self.settings.sampling, offsets=draft.offsets(gamma, 1))

@@ -21,7 +21,7 @@ CROSS_FIT_BELOW = 64
 
 @dataclass(frozen=True)
 class JudgingSetup:
-    """settings: contain the rule and gamma to judge under. texts: frozen held-out responses by rule, the run's own first. context:
+    """settings: contain the rule and gamma to judge under. texts: held-out responses by rule, the run's own first. context:
     tokens of prompt and response that fit the pair. history: the target's responses to other prompts under that rule.
     looks: number of judged drafts of which the one in question is the best; its intervals are widened for them.
     decoding: decodes what is not timed.
@@ -51,7 +51,7 @@ class JudgingSetup:
 
     @property
     def keys(self) -> list[Any]:
-        """The prompt of each frozen response: the unit of every interval."""
+        """The prompt of each held-out response: the unit of every interval."""
         return [text.prompt for text in self.frozen]
 
     @property

@@ -148,8 +148,8 @@ def decide(
     costs: StepCosts, now: float, reachable: float, baseline: float, after_lookup: tuple[float, float] = (1.0, 1.0)
 ) -> DecisionWord:
     """Decide what to do with a draft, from its speed-ups over the target alone: now, at its best gamma; reachable, with `closed_share` of
-    the gap to its ceiling closed; after_lookup, the same two with prompt lookup before it. baseline: of a drafter without training; 1 if there is
-    none. The thresholds are the constants above.
+    the gap to its ceiling closed; after_lookup, the same two with prompt lookup before it. baseline: of a drafter without training; 1 if
+    there is none. The thresholds are the constants above.
     """
     if hopeless_because(costs) is not None:
         return "hopeless"

@@ -39,7 +39,7 @@ class SlicedText(StoredText, Protocol):
 
 
 class SliceRow(Record):
-    """Acceptance on a part of the frozen text."""
+    """Acceptance on a part of the held-out responses."""
 
     name: Text = Field(description="name of the slice")
     tokens: int = Field(description="tokens in the slice")
@@ -53,7 +53,7 @@ class SliceRow(Record):
 
 
 class SliceTable(Record):
-    """The frozen text divided along one dimension."""
+    """The held-out responses divided along one dimension."""
 
     dimension: Text = Field(description="domain, position, token class, ...")
     unit: Text | None = Field(None, description="unit of the bounds")

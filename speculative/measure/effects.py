@@ -1,4 +1,4 @@
-"""The gain of one draft over another on the same frozen text, paired by prompt, and the smallest gain that could be detected.
+"""The gain of one draft over another on the same held-out responses, paired by prompt, and the smallest gain that could be detected.
 
 Shapes: N responses, P prompts (the resampling unit).
 """
@@ -41,7 +41,7 @@ class Detectable(Record):
 
 
 class CallEffects(Record):
-    """What one way of drafting gains over another on the same frozen text, in target calls."""
+    """What one way of drafting gains over another on the same held-out responses, in target calls."""
 
     tau: Gain = Field(description="gain in tau, by replay")
     speed_up: Gain | None = Field(None, description="gain in predicted speed-up; null: not timed")
@@ -58,7 +58,7 @@ class CallEffects(Record):
 
 
 class Effects(CallEffects):
-    """What one draft gains over another on the same frozen text, paired by prompt."""
+    """What one draft gains over another on the same held-out responses, paired by prompt."""
 
     alpha: Gain = Field(description="gain in alpha")
     certain: Certain = Field(description="whether the interval of alpha excludes 0, on enough prompts")

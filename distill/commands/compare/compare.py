@@ -1,4 +1,4 @@
-"""`understudy compare A B ...`: drafts side by side on one frozen held-out text, paired prompt by prompt; a gate for CI.
+"""`understudy compare A B ...`: drafts side by side on the same held-out responses, paired prompt by prompt; a gate for CI.
 
 `prompt-lookup` and `lookup+draft:DRAFT` are ways too, at the n-gram sizes that replay of the text finds best at the gamma compared at;
 they have no alpha. `parallel:DRAFT` and `lookup+parallel:DRAFT` draft a block in one pass, which needs a draft trained for it.
@@ -131,7 +131,7 @@ def target_of(run: Path) -> str | None:
 
 
 def load_text(options: CompareOptions) -> FrozenText:
-    """The frozen text to judge on: that of --on, or of the first draft that is a run.
+    """The held-out responses to judge on: that of --on, or of the first draft that is a run.
 
     Raises UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
     """

@@ -1,4 +1,6 @@
-"""A comparison: every way on one frozen text as rows of `Measured`, paired differences to the first; its keys are what `--out` writes.
+"""A comparison: every way on the same held-out responses as rows of `Measured`, and paired differences to the first.
+
+Its keys are those of `--out`.
 
 Shapes: N responses, K gammas.
 """
@@ -37,7 +39,7 @@ UNTIMED = given_costs(1.0, 0.0)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scored(Way):
-    """A way with its scores on the frozen text and its step costs, from which figures at every gamma follow.
+    """A way with its scores on the held-out responses and its step costs, from which figures at every gamma follow.
 
     scores: of its draft; None for lookup alone. engine: its run's step times in a serving engine. kept: where lookup
     is in it, tokens of a lookup that are kept at each place of each

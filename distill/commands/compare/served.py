@@ -18,7 +18,7 @@ from distill.commands.readback.comparison import served_row
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import Source, counted_alone, of_run
 from distill.engines.protocol.client import EngineClient
-from distill.report.table import Cell, Column, Table
+from distill.report.measured import timed_table
 from distill.run.frozen_text import FrozenText
 from distill.run.lock import held_for
 from speculative.drafters.draft import Draft
@@ -27,7 +27,7 @@ from speculative.measure.effects import Gain
 from speculative.measure.engine_blocks import after_prefill, tau_of
 from speculative.measure.intervals import intervals_of_sums, sum_by_prompt
 from speculative.measure.measured import Measured, Row
-from speculative.measure.metrics import ratio_with_interval
+from speculative.measure.metrics import predicted_row
 from speculative.measure.record import Record
 from speculative.measure.token_scores import score_tokens
 
@@ -132,12 +132,10 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
 def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Measured, dict[str, Sums]]:
     texts = [after_prefill(item) for item in text.responses]
     scores = score_tokens(draft.model, texts, text.sampling, offsets=draft.offsets(gamma))
-    (tau, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(item) for item in scores])
+    (_, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(item) for item in scores])
     prompts = [item.prompt for item in text.responses]
-    row = Measured(
-        name, text.rule.name, prompts=len(set(prompts)), tokens=int(tokens_N.sum()) + len(texts), gamma=gamma, tau=tau
-    )
-    row = replace(row, tau_ci=ratio_with_interval(tokens_N, blocks_N, prompts)[1], how={"tau": "replay"})
+    row = predicted_row(Measured(name, text.rule.name, gamma=gamma), prompts, tokens_N, blocks_N)
+    row = replace(row, tokens=int(tokens_N.sum()) + len(texts))
     rows = zip(tokens_N.tolist(), blocks_N.tolist(), tokens_N.tolist(), [0.0] * len(texts), strict=True)
     return row, {item.key: of for item, of in zip(text.responses, rows, strict=True)}
 
@@ -153,13 +151,8 @@ def _gain(ours_P4: np.ndarray, base_P4: np.ndarray, column: int) -> Gain:
 
 
 def _print(result: ServedComparison, console: Console) -> None:
-    columns = Column("tau", ".2f"), "how", Column("accepted/drafted", ".3f"), Column("tokens/s", ".1f")
     title = f"{result.measured[0].prompts} held-out prompts of {result.on}"
-    table = Table(["way", Column("gamma", "d"), *columns], title=title)
-    for row in result.measured:
-        figures = Cell(row.tau, row.tau_ci), row.how["tau"], row.accepted_per_drafted, row.tokens_per_second
-        table.add(row.way, row.gamma, *figures)
-    console.print(table)
+    console.print(timed_table(result.measured, None, title, "tau as served, or by replay. Brackets: 95 % interval."))
     for one in result.differences:
         speed = "" if one.tokens_per_second is None else f", tokens/s {one.tokens_per_second:+.1f}"
         console.print(f"{one.way} compared with {result.measured[0].way}: tau {one.tau:+.3f}{speed}", markup=False)

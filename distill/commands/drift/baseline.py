@@ -1,6 +1,6 @@
 """The baseline of `understudy drift`: the best draft of a run on its held-out prompts, one row per prompt.
 
-The rows come from replay: blocks are drawn along the run's frozen text at the server's gamma and rule. The target is not needed.
+The rows come from replay: blocks are drawn along the run's held-out responses at the server's gamma and rule. The target is not needed.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Baseline:
 
 
 def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
-    """The run's best draft on its frozen text. gamma and rule are by default the verdict's, or the config's if there is none.
+    """The run's best draft on its held-out responses. gamma and rule are by default the verdict's, or the config's if there is none.
 
     Raises UserError: no run, a rule that cannot be replayed, or too few held-out prompts.
     """

@@ -1,4 +1,4 @@
-"""The gate compares the refreshed draft with the served one on the same frozen text of the target, paired by prompt.
+"""The gate compares the refreshed draft with the served one on the same held-out responses of the target, paired by prompt.
 
 It passes if alpha on the new traffic has certainly gained and every old slice has certainly lost no more than the margin. Intervals are
 those of `understudy compare`: 95 % for all slices together, widened for the number of checkpoints that the best was picked from.
