@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from distill.verdict.scored_drafts import (
     typical_length,
     ways_of,
 )
-from distill.verdict.timing import Timing, time_at_load, time_ways, with_waits
+from distill.verdict.timing import Timing, time_ways, with_waits
 from speculative.decode import context_of
 from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
@@ -27,7 +27,7 @@ from speculative.errors import UserError
 from speculative.evaluate import Judgement, judge, judge_frozen
 from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
 from speculative.measure.cost import StepCosts, measure_costs
-from speculative.measure.load import TIMED_BLOCKS, LoadCurve, fit_roofline
+from speculative.measure.load import LoadCurve, fit_roofline
 from speculative.measure.measured import LOOKUP_DRAFT
 from speculative.measure.metrics import Curve
 from speculative.measure.replay import expected_blocks_of
@@ -43,7 +43,7 @@ REPEATS = 2
 
 @dataclass(frozen=True)
 class Loads:
-    """Contests beyond one request, the curve through the draft's speeds at all of them, and a warning for each load left out."""
+    """Timings beyond one request, the curve through the draft's speeds at all of them, and a warning for each load left out."""
 
     timings: tuple[Timing, ...] = ()
     curve: LoadCurve | None = None
@@ -107,10 +107,19 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
     lossy = [draft.name for draft in ways if not draft.lossless]
     picked = [best, LOOKUP_DRAFT, *(draft.name for draft in scored.others), *setup.judge.ways, *lossy]
     with cpu_threads(setup.judge.speed_threads):
-        timing, unclocked = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
+        timing = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
         loads = time_at_loads(setup, target.model, scored, timing)
-        loads = replace(loads, warnings=(*unclocked, *loads.warnings))
-    return Evidence(**vars(scored), setup=setup, judged=judged, responses=responses, timing=timing, loads=loads)
+    return Evidence(
+        drafts=drafts,
+        others=scored.others,
+        scores=scored.scores,
+        costs=scored.costs,
+        setup=setup,
+        judged=judged,
+        responses=responses,
+        timing=timing,
+        loads=loads,
+    )
 
 
 def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], known: Mapping[str, Judgement]) -> Evidence:
@@ -127,14 +136,14 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     """Time the draft in question, the baselines that need no training and lookup before the draft, at each of judge.load.
 
     Two passes over the loads. The first times the steps of both models: they give the roofline and, with tau by replay on all
-    held-out prompts, the best gammas of each load. The second times blocks at those gammas and plain steps in turn, with every row
-    occupied. first: the timing at one request. A load that does not fit memory is left out with a warning.
+    held-out prompts, the best gammas of each load. The second times every way at those gammas. first: the timing at one
+    request. A load that does not fit memory is left out with a warning.
     """
     if not setup.judge.load:
         return Loads()
     best, scores = scored.drafts[-1], scored.scores[setup.rule]
     context, _ = context_of(target, best.draft.drafter())
-    room = SEARCHED_GAMMA if context is None else context // (2 * TIMED_BLOCKS) - 1
+    room = SEARCHED_GAMMA if context is None else context // (2 * (COST_BLOCKS + 2)) - 1
     known = scored_gammas(scores[best.name], range(SEARCHED_GAMMA + 1))[-1]
     most = max(setup.gamma, min(SEARCHED_GAMMA, room, known))
     costs, warnings = _costs_at_loads(setup, target, best, context, most)
@@ -151,14 +160,14 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
         ways = [
             draft_way(setup, best.name, best.draft.drafter, scores[best.name], at_load, gammas[:of_one]),
             *free_ways(setup, target, scores[behind.name], behind, at_load, gammas),
-            *(item for item in first.ways if item.blocks_N is None),
+            *(item for item in first.ways if item.predicted is None),
         ]
-        held, left_out = time_at_load(setup, target, ways, at_load.batch_size, first)
-        warnings += left_out
-        if held is not None:
-            held, unclocked = with_waits(held, target, best.name)
-            warnings += unclocked
-            timings.append(held)
+        try:
+            timing = time_ways(setup, target, ways, best.name, first.picked, at_load.batch_size)
+        except UserError as error:
+            warnings.append(f"judge.load {at_load.batch_size} was not measured: {error}")
+            continue
+        timings.append(with_waits(timing, target, best.name))
     measured = {
         item.concurrency: item.speed(best.name).speed_up / roofline.speed_up(item.concurrency, gamma, taus[gamma])
         for item in (first, *timings)

@@ -35,7 +35,7 @@ from speculative.measure.baseline_replay import (
     tuned_lookup,
 )
 from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, first_near_best, measure_costs
-from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Way
+from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Predicted, Price, Way
 from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.replay import (
     Blocks,
@@ -132,8 +132,8 @@ def ways_of(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts) 
 
     def steps(draft: NamedDraft) -> float:
         way = ways[draft.name]
-        assert way.blocks_N is not None
-        return float(way.blocks_N.sum()) * scored.costs[draft.name].block_price(way.gamma)
+        assert way.predicted is not None
+        return float(way.predicted.blocks_N.sum()) * scored.costs[draft.name].block_price(way.gamma)
 
     cheapest = min((best, *scored.others), key=steps)
     free = free_ways(setup, target, scores[cheapest.name], cheapest, scored.costs[cheapest.name])
@@ -230,7 +230,7 @@ def draft_way(
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])
     best = first_near_best(blocks_NK.sum(0) * prices_K)
     fitted = cross_fitted(blocks_NK * prices_K, setup.keys) / prices_K[best] if setup.cross_fits else None
-    return Way(name, drafter, gammas[best], blocks_NK[:, best], fitted)
+    return Way(name, drafter, gammas[best], Predicted(blocks_NK[:, best], fitted))
 
 
 def lookup_way(
@@ -258,12 +258,10 @@ def lookup_way(
         name,
         _maker(name, Parts(target, draft, ngrams=tuned.sizes, then_gamma=tuned.then_gamma)),
         tuned.gamma,
-        blocks.calls_NK[:, 0],
-        fitted,
+        Predicted(blocks.calls_NK[:, 0], fitted),
         tuned.sizes,
         tuned.then_gamma,
         draft_name,
-        _found(blocks),
         "training prompts" if others else Way.tuned_on,
     )
 
@@ -283,9 +281,7 @@ def past_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gam
         PAST,
         _maker(PAST, Parts(target, past=index)),
         gammas[best],
-        best_blocks.calls_NK[:, 0],
-        _fitted(setup, steps_NK, best_blocks),
-        found=_found(best_blocks),
+        Predicted(best_blocks.calls_NK[:, 0], _fitted(setup, steps_NK, best_blocks)),
     )
 
 
@@ -325,8 +321,7 @@ def lossy_ways(
         lenient = replace(greedy, gamma=way.gamma, rule=greedy.rule.lenient(lenience))
         ours = setup.decoding(target, best, prompts, lenient, judging.batch_size)
         differing = np.mean([item.response_ids != two.response_ids for item, two in zip(ours, alone, strict=True)])
-        price = {"total_variation": distance, "total_variation_ci": ends, "differing": float(differing)}
-        ways.append(replace(way, blocks_N=None, fitted_N=None, changes={"rule": rule}, price=price))
+        ways.append(replace(way, predicted=None, rule=rule, price=Price(distance, ends, float(differing))))
     return ways
 
 
@@ -336,13 +331,8 @@ def timed_gammas(costs: StepCosts) -> range:
 
 
 def _fitted(setup: JudgingSetup, tried_NC: np.ndarray, blocks: Blocks) -> np.ndarray | None:
-    """`Way.fitted_N`; None if there are enough prompts. The price of a block is that of the candidate with the fewest steps."""
+    """`Predicted.fitted_N`; None if there are enough prompts. The price of a block is that of the candidate with the fewest steps."""
     if not setup.cross_fits:
         return None
     price = float(tried_NC.sum(0).min()) / float(blocks.calls_NK.sum())
     return cross_fitted(tried_NC, setup.keys) / price
-
-
-def _found(blocks: Blocks) -> float:
-    """The share of all blocks for which something was found."""
-    return float(blocks.found_NK.sum()) / max(float(blocks.calls_NK.sum()), 1.0)

@@ -95,7 +95,12 @@ def verdict_of(
         checkpoints=with_gains(checkpoints, setup.keys),
         self_checks=self_checks,
         repetition=repeated,
-        warnings=[*best.warnings, *([repeated.warning] if repeated.warning else []), *evidence.loads.warnings],
+        warnings=[
+            *best.warnings,
+            *([repeated.warning] if repeated.warning else []),
+            *(warning for timing in evidence.timings for warning in timing.warnings),
+            *evidence.loads.warnings,
+        ],
         seconds={},
     )
 

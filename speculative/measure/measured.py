@@ -14,6 +14,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Drafter
 from speculative.drafters.registry import recipes
 from speculative.measure.intervals import Interval, interval
+from speculative.rules.rule import Rule
 from speculative.rules.tree import TokenTree
 
 Waits = dict[str, float]  # milliseconds by name
@@ -29,43 +30,58 @@ HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True, eq=False)
+class Predicted:
+    """What replay expects of a way. blocks_N: target calls (N,) for each held-out response. fitted_N: the same, cross-fitted where gamma and
+    sizes were chosen on few of the same prompts: at the setting that is best on the other half.
+    """
+
+    blocks_N: np.ndarray
+    fitted_N: np.ndarray | None = None
+
+    @property
+    def calls_N(self) -> np.ndarray:
+        """Target calls (N,) that the speed is computed from."""
+        return self.blocks_N if self.fitted_N is None else self.fitted_N
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a lossy way costs: total variation from the target's distribution, and the share of responses that differ at temperature 0."""
+
+    total_variation: float
+    total_variation_ci: Interval
+    differing: float
+
+
+@dataclass(frozen=True, eq=False)
 class Way:
     """A way to decode, at its own best gamma.
 
-    drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. blocks_N: target calls that replay
-    expects for each held-out response; None where replay has no law (token trees, early exit, lookahead): counted live. fitted_N: the
-    same, cross-fitted where gamma and sizes were chosen on few of the same prompts: at the setting that is best on the other half; speeds
-    use it. ngrams: (longest, shortest) n-gram looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing.
-    found: share of the blocks proposed without a model; None where a model always proposes. tuned_on: the text that gamma and sizes were
-    chosen on. changes: other decode settings, such as a lenient `rule`. price: fields of `Measured` that say what a lossy way costs.
+    drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. ngrams: (longest, shortest) n-gram
+    looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. tuned_on: the text that gamma and sizes
+    were chosen on. rule: of a lossy way, its own. predicted: None where replay has no law (token trees, early exit, lookahead, lossy
+    ways): blocks are counted live.
     """
 
     name: str
     drafter: Callable[[], Drafter] | None = None
     gamma: int = 0
-    blocks_N: np.ndarray | None = None
-    fitted_N: np.ndarray | None = None
+    predicted: Predicted | None = None
     ngrams: tuple[int, int] | None = None
     then_gamma: int | None = None
     behind: str | None = None
-    found: float | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    price: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def calls_N(self) -> np.ndarray | None:
-        """Target calls (N,) that the speed is computed from."""
-        return self.blocks_N if self.fitted_N is None else self.fitted_N
+    rule: Rule | None = None
+    price: Price | None = None
 
     @property
     def lossless(self) -> bool:
-        return "rule" not in self.changes or self.changes["rule"].lossless
+        return self.rule is None or self.rule.lossless
 
     def settings(self, base: DecodeSettings) -> DecodeSettings:
-        """Decode settings of this way: its own gamma, tree and changes, everything else as in `base`."""
-        return replace(base, gamma=self.gamma, tree=self.tree, **self.changes)
+        """Decode settings of this way: its own gamma, tree and rule, everything else as in `base`."""
+        return replace(base, gamma=self.gamma, tree=self.tree, rule=self.rule or base.rule)
 
 
 @dataclass(frozen=True)

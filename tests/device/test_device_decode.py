@@ -25,9 +25,8 @@ from speculative.engine import memory
 from speculative.engine.cache import RaggedCache
 from speculative.evaluate import frozen_responses, judge
 from speculative.measure.cost import measure_costs
-from speculative.measure.load import full_batch_seconds
 from speculative.measure.measured import Way
-from speculative.measure.race import race
+from speculative.measure.timing import requests_under_load, sample_ways
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -212,9 +211,9 @@ def judged(target: Any, draft: Any) -> None:
     judge(target, Draft(draft), frozen_responses(target, PROMPTS, settings, "all"), settings)
 
 
-def raced(target: Any, draft: Any) -> None:
+def sampled(target: Any, draft: Any) -> None:
     ways = [Way("draft", drafter=lambda: ModelDrafter(draft), gamma=3)]
-    samples = race(target, ways, PROMPTS[:2], RULES["sample"], still=lambda samples: ["draft"], seconds=0.0, least=2)
+    samples, _ = sample_ways(target, ways, [[prompt] for prompt in PROMPTS[:2]], RULES["sample"])
     assert all(sample.seconds > 0 for of in samples.values() for sample in of.values())
 
 
@@ -224,14 +223,13 @@ def timed(target: Any, draft: Any) -> None:
 
 
 def filled(target: Any, draft: Any) -> None:
-    texts_given = [(list(ids), list(ids)) for _, ids in PROMPTS]
-    full_batch_seconds(target, lambda: ModelDrafter(draft), texts_given, RULES["sample"], 2, turns=1)
-    captures = len(LEDGER.captures)
-    full_batch_seconds(target, lambda: ModelDrafter(draft), texts_given, RULES["sample"], 2, turns=1)
-    assert len(LEDGER.captures) == captures  # Both streams, which are open at once, find what they left.
+    requests = list(requests_under_load([(list(ids), list(ids)) for _, ids in PROMPTS], 2))
+    ways = [Way("draft", drafter=lambda: ModelDrafter(draft), gamma=3)]
+    samples, _ = sample_ways(target, ways, requests[:2], RULES["sample"], load=2)
+    assert {len(of) for of in samples.values()} == {2}
 
 
-@pytest.mark.parametrize("measure", [judged, raced, timed, filled])
+@pytest.mark.parametrize("measure", [judged, sampled, timed, filled])
 def test_verdicts_are_measured_with_graphs(measure: Any) -> None:
     """As the models are served: a call that says nothing of runners takes graphs on CUDA."""
     target, draft = on_device(small()), on_device(perturbed(small()))

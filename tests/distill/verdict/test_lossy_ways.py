@@ -36,8 +36,8 @@ from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT as BEST
 from speculative.measure.measured import TARGET as ALONE
 from speculative.measure.metrics import ratio_with_interval
-from speculative.measure.race import Speed
 from speculative.measure.replay import expected_blocks, texts_of
+from speculative.measure.timing import Speed
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.sampling import SamplingSettings
 
@@ -84,7 +84,7 @@ def held(asked):
 def with_speeds(timing: Timing, concurrency: int = 1) -> Timing:
     """The same timing, where the lossy ways are certainly the fastest."""
     speeds = {one.name: 1.1 for one in timing.ways} | {BEST: 1.5, LENIENT: 1.8}
-    return replace(timing, timed=Told(speeds), concurrency=concurrency)
+    return replace(timing, estimates=Told(speeds), concurrency=concurrency)
 
 
 def verdict_with(asked, timing: Timing):
@@ -93,7 +93,15 @@ def verdict_with(asked, timing: Timing):
         BEST: judge_frozen(scored.drafts[0].draft, setup.frozen, SETTINGS, scores=scored.scores[SETTINGS.rule][BEST])
     }
     loads = Loads((replace(timing, concurrency=4),))
-    evidence = Evidence(**vars(scored), setup=timing.setup, judged=judged, timing=timing, loads=loads)
+    evidence = Evidence(
+        drafts=scored.drafts,
+        scores=scored.scores,
+        costs=scored.costs,
+        setup=timing.setup,
+        judged=judged,
+        timing=timing,
+        loads=loads,
+    )
     return verdict_of(evidence, checkpoints=[judged[BEST]], self_checks={})
 
 
@@ -103,7 +111,9 @@ def test_a_lossy_way_is_timed_with_its_price(asked, held):
     assert row.tokens_per_second > 0
     how = {key: how for key, how in row.how.items() if not key.endswith("_ms")}
     assert how == {"tau": "live", "speed_up": "timed", "total_variation": "replay", "differing": "live"}
-    assert row.tau == pytest.approx(np.divide(*np.sum(list(held.counted[LENIENT].values()), axis=0)))
+    assert row.tau == pytest.approx(
+        np.divide(*np.sum([(one.tokens, one.blocks) for one in held.samples[LENIENT].values()], axis=0))
+    )
     assert 0 < row.total_variation < 1
     assert row.total_variation_ci[0] <= row.total_variation <= row.total_variation_ci[1]
     assert rows[BEST].total_variation is None

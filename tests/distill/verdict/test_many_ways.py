@@ -8,12 +8,10 @@ import pytest
 from simulation import trials
 
 from distill.verdict.timing import CERTAINLY_SLOWER, Timing
-from speculative.decoder.responses import Response
 from speculative.measure.effects import confidence_of
 from speculative.measure.intervals import lower_share
-from speculative.measure.load import LoadEstimates
 from speculative.measure.measured import TARGET, Way
-from speculative.measure.race import ROUND, Sample, SpeedEstimates, spread_order
+from speculative.measure.timing import LOAD_SAMPLES, ROUND, Sample, SpeedEstimates, spread_order
 
 PROMPTS, TIMED, SPREAD = 64, 24, 0.25
 
@@ -23,7 +21,7 @@ def setup(looks: int = 1) -> Any:
 
 
 def timing(truths: dict[str, float], rng: np.random.Generator) -> Timing:
-    """A race at one request. Samples differ by 5 %, rounds by 2 %, the texts' logarithm of tau by `SPREAD`; all ways
+    """Made-up samples at one request. They differ by 5 %, rounds by 2 %, the texts' logarithm of tau by `SPREAD`; all ways
     share the target's samples.
     """
     tokens = rng.integers(30, 120, PROMPTS)
@@ -37,24 +35,25 @@ def timing(truths: dict[str, float], rng: np.random.Generator) -> Timing:
             count = said if name == TARGET else max(1, round(float(blocks[name][index])))
             price = 1.0 if name == TARGET else 2.0 * np.exp(-(SPREAD**2) / 2.0) / truths[name]
             seconds = count * price * moved[name] * (1.0 + 0.05 * rng.standard_normal())
-            response = Response(str(index), [1], response_ids=[1] * said, blocks=count)
-            own[str(index)] = Sample(0.0, float(seconds), response, place // ROUND)
-    return Timing(setup(), 1, ways(truths), SpeedEstimates(samples, list(map(str, range(PROMPTS))), tokens, blocks, 6))
+            own[str(index)] = Sample(0.0, float(seconds), said, count, place // ROUND)
+    return timing_of(truths, samples, tokens, blocks)
 
 
-def contest_at_load(truths: dict[str, float], rng: np.random.Generator) -> Timing:
-    """The same at 8 requests: six turns that differ by 2 %, in which every way has plain steps of its own."""
+def timing_at_load(truths: dict[str, float], rng: np.random.Generator) -> Timing:
+    """The same at 8 requests: six samples of 16 blocks that differ by 2 %."""
     tokens = rng.integers(30, 120, PROMPTS).astype(float)
     blocks = {name: tokens / np.exp(rng.normal(np.log(2.0), SPREAD, PROMPTS)) for name in truths}
-    times = {}
-    for name, truth in truths.items():
-        rho = 2.0 * np.exp(-(SPREAD**2) / 2.0) / truth
-        times[name] = np.full(6, 0.01), rho * np.exp(0.02 * rng.standard_normal(6))
-    return Timing(setup(), 8, ways(truths), LoadEstimates(8, tokens, blocks, times))
+    samples = {}
+    for name in (TARGET, *truths):
+        rho = 1.0 if name == TARGET else 2.0 * np.exp(-(SPREAD**2) / 2.0) / truths[name]
+        seconds = 16 * rho * np.exp(0.02 * rng.standard_normal(LOAD_SAMPLES))
+        samples[name] = {str(place): Sample(0.0, one, 32.0, 16, place // ROUND) for place, one in enumerate(seconds)}
+    return timing_of(truths, samples, tokens, blocks, 8)
 
 
-def ways(truths: dict[str, float]) -> tuple[Way, ...]:
-    return tuple(Way(name) for name in truths)
+def timing_of(truths: dict[str, float], samples: Any, tokens: Any, blocks: Any, load: int = 1) -> Timing:
+    estimates = SpeedEstimates(samples, range(PROMPTS), tokens, blocks, 6, load)
+    return Timing(setup(), load, tuple(map(Way, truths)), samples, estimates)
 
 
 def wrong(make: Any, truths: dict[str, float], runs: int) -> tuple[float, float]:
@@ -106,10 +105,10 @@ def test_a_way_that_is_certainly_slower_does_not_widen_the_interval_of_the_faste
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("count", [1, 6])
-def test_a_contest_at_a_load_has_a_family_of_its_own(count: int) -> None:
+def test_a_timing_under_load_has_a_family_of_its_own(count: int) -> None:
     runs = trials(5, 1000)
-    claimed, _ = wrong(contest_at_load, equal(count, 1.0), runs)
-    _, missed = wrong(contest_at_load, equal(count, 1.3), runs)
+    claimed, _ = wrong(timing_at_load, equal(count, 1.0), runs)
+    _, missed = wrong(timing_at_load, equal(count, 1.3), runs)
     assert claimed <= trials(0.05 + 3.0 * np.sqrt(0.05 * 0.95 / runs), 0.05)
     assert missed <= trials(0.05 + 3.0 * np.sqrt(0.05 * 0.95 / runs), 0.07)
 
@@ -118,18 +117,21 @@ def test_looks_and_ways_are_each_counted_once() -> None:
     """The number of ways moves the lower end by a share of the tail that the looks have left."""
     drawn = timing(equal(6, 1.3), np.random.default_rng(0))
     names = list(equal(6, 1.3))
-    looked = Timing(setup(20), 1, drawn.ways, drawn.timed, frozenset([names[0]]))
+    looked = Timing(setup(20), 1, drawn.ways, drawn.samples, drawn.estimates, frozenset([names[0]]))
     for name, looks in ((names[0], 20), (names[1], 1)):
         tail, slow = 0.05 / looks, CERTAINLY_SLOWER
-        family = [name, *(one for one in names if one != name and drawn.timed.against(name, one, slow)[1][0] <= 1.0)]
-        share = lower_share(drawn.timed.errors_of(family, TARGET))
+        family = [
+            name,
+            *(one for one in names if one != name and drawn.estimates.against(name, one, slow)[1][0] <= 1.0),
+        ]
+        share = lower_share(drawn.estimates.errors_of(family, TARGET))
         assert 0.0 < share < 0.6
-        low = drawn.timed.against(name, TARGET, 1.0 - share * tail)[1][0]
-        high = drawn.timed.against(name, TARGET, 1.0 - tail)[1][1]
+        low = drawn.estimates.against(name, TARGET, 1.0 - share * tail)[1][0]
+        high = drawn.estimates.against(name, TARGET, 1.0 - tail)[1][1]
         assert looked.speed(name).interval == pytest.approx((low, high))
     # Every row shows the interval that decides.
-    alone = Timing(setup(), 1, drawn.ways[:1], drawn.timed)
-    assert alone.speed(names[0]).interval == drawn.timed.speed(names[0]).interval
+    alone = Timing(setup(), 1, drawn.ways[:1], drawn.samples, drawn.estimates)
+    assert alone.speed(names[0]).interval == drawn.estimates.speed(names[0]).interval
     assert drawn.beats(names[0]) == (drawn.speed(names[0]).interval[0] > 1.0)
 
 

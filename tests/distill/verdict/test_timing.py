@@ -1,4 +1,4 @@
-"""Who races, at which gamma, with how many blocks, and who is timed for how long."""
+"""Which ways are timed, at which gamma, with how many blocks, and for how long."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import ScoredDrafts, ways_of
 from distill.verdict.timing import time_ways, worth_timing
 from speculative.decode import decode
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.evaluate import frozen_responses
 from speculative.measure.baseline_replay import cross_fitted
@@ -21,8 +21,8 @@ from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT as BEST
 from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST
 from speculative.measure.measured import TARGET as ALONE
-from speculative.measure.race import Sample, SpeedEstimates
 from speculative.measure.replay import expected_blocks_of
+from speculative.measure.timing import Sample, SpeedEstimates
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY
@@ -72,7 +72,7 @@ def test_every_way_has_its_best_gamma_and_the_blocks_that_decoding_counts(pair):
     assert found[BEST].gamma == min(gamma for gamma in gammas if seconds[gamma] <= 1.03 * min(seconds.values()))
     for one in found.values():
         settings = DecodeSettings(GREEDY, one.gamma, Rule.named("greedy"), max_tokens=40)
-        for text, blocks in zip(frozen, one.blocks_N, strict=True):
+        for text, blocks in zip(frozen, one.predicted.blocks_N, strict=True):
             (response,), _ = decode(TARGET, one.drafter(), [(text.key, text.prompt_ids)], settings)
             assert response.response_ids == text.response_ids
             assert response.blocks == blocks, one.name
@@ -82,7 +82,7 @@ def test_every_way_has_its_best_gamma_and_the_blocks_that_decoding_counts(pair):
     assert "judged prompts" in without[LOOKUP].tuned_on
 
 
-def test_a_contest_times_every_way_and_reports_the_faster(pair):
+def test_every_way_is_timed_and_the_faster_is_reported(pair):
     setup, _ = asked(pair)
     timing = time_ways(setup, TARGET, ways(pair), BEST)
     assert {name: len(of) for name, of in timing.samples.items()} == dict.fromkeys(
@@ -97,15 +97,13 @@ def test_a_contest_times_every_way_and_reports_the_faster(pair):
 
 
 def estimates_of(speed_ups, prompts, noise):
-    """A made-up race of so many timed prompts."""
+    """Made-up samples of so many prompts."""
     rng, samples = np.random.default_rng(0), {ALONE: {}}
     for number in range(prompts):
-        samples[ALONE][str(number)] = Sample(0.0, 1.0, Response("", [], response_ids=[0] * 10, blocks=10))
+        samples[ALONE][str(number)] = Sample(0.0, 1.0, 10, 10)
         for name, speed_up in speed_ups.items():
             seconds = np.exp(rng.normal(0, noise)) / speed_up
-            samples.setdefault(name, {})[str(number)] = Sample(
-                0.0, seconds, Response("", [], response_ids=[0] * 10, blocks=5)
-            )
+            samples.setdefault(name, {})[str(number)] = Sample(0.0, seconds, 10, 5)
     return SpeedEstimates(samples, range(50), np.full(50, 10), {name: np.full(50, 5.0) for name in speed_ups}, 6)
 
 
@@ -130,15 +128,15 @@ def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
 
 def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):
     # Lookup was tuned on other prompts' responses.
-    assert {one.name: one.fitted_N is not None for one in ways(pair)} == {
+    assert {one.name: one.predicted.fitted_N is not None for one in ways(pair)} == {
         BEST: True,
         LOOKUP: False,
         PAST: True,
         LOOKUP_DRAFT: True,
     }
-    assert all(one.fitted_N is not None for one in ways(pair, history=False))
+    assert all(one.predicted.fitted_N is not None for one in ways(pair, history=False))
     monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 8)
-    assert all(one.fitted_N is None for one in ways(pair, history=False))
+    assert all(one.predicted.fitted_N is None for one in ways(pair, history=False))
 
 
 def test_cross_fitting_takes_the_optimism_away():

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,27 +22,11 @@ from distill.verdict.sentence import within
 from distill.verdict.verdict import verdict_of
 from speculative.decode import decode
 from speculative.drafters.draft import Draft
-from speculative.drafters.drafter import ModelDrafter
-from speculative.drafters.lookup import PromptLookup
-from speculative.drafters.lookup_draft import LookupDraft
-from speculative.drafters.past_responses import PastResponses
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.measure.baseline_replay import (
-    found_blocks,
-    kept_by_lookup,
-    kept_by_past_responses,
-    tuned_lookup,
-)
-from speculative.measure.load import DRAFTED, FOUND, PLAIN, FullBatch, kind_shares
-from speculative.measure.measured import (
-    DRAFT,
-    LOOKUP,
-    LOOKUP_DRAFT,
-    PAST,
-    TARGET,
-)
-from speculative.measure.replay import texts_of
+from speculative.measure.baseline_replay import tuned_lookup
+from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, TARGET
+from speculative.measure.timing import Sample
 from speculative.rules.rule import Rule
 
 LIVE = ["token-tree", "early-exit", "lookahead"]
@@ -107,98 +90,54 @@ def test_every_way_has_a_row_at_every_load(judged) -> None:
     assert type(found).model_validate(found.record()) == found
 
 
-def test_what_is_timed_at_a_load_is_what_is_counted(judged, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every speed-up is the tokens of the held-out text over the very blocks of that drafter, at the blocks' time."""
-    target, scored, evidence = judged
-    timed, asked = [], []
+def sampled(target, ways, requests, settings, **options):
+    """Every block of every way takes two plain steps; what has a tree or looks up before a draft does not fit memory."""
+    refused = {way.name: UserError("no room") for way in ways if way.tree or way.name == LOOKUP_DRAFT}
+    blocks = {way.name: 1 for way in ways if way.name not in refused}
+    samples = {name: {str(n): Sample(0.0, 2.0 * count, 1.0, 1) for n in range(6)} for name, count in blocks.items()}
+    return samples | {TARGET: {str(n): Sample(0.0, 1.0, 1.0, 1) for n in range(6)}}, refused
 
-    def scripted(target, drafter, texts, settings, rows):
-        timed.append((rows, settings.gamma, drafter()))
-        kinds = {
-            ModelDrafter: [DRAFTED] * 3,
-            PromptLookup: [PLAIN, FOUND, FOUND],
-            PastResponses: [PLAIN, FOUND, FOUND],
-            LookupDraft: [FOUND, DRAFTED, FOUND | DRAFTED],
-        }
-        return FullBatch(np.ones((4, 3)), np.array([[1.0, 2.0, 4.0]] * 4), np.array([kinds[type(timed[-1][2])]] * 4))
+
+def test_ways_are_tuned_at_the_costs_of_the_load(judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A speed-up is the tokens of the held-out text over the blocks that replay expects at that gamma, at the blocks' time."""
+    target, scored, evidence = judged
+    texts_of_lookup = []
 
     def tuned(texts, costs, gammas, drafted=None):
         if drafted is None:
-            asked.append((texts, costs.batch_size))
+            texts_of_lookup.append((texts, costs.batch_size))
         return tuned_lookup(texts, costs, gammas, drafted)
 
-    monkeypatch.setattr(timing_module, "full_batch_seconds", scripted)
+    monkeypatch.setattr(timing_module, "sample_ways", sampled)
     monkeypatch.setattr(drafts_module, "tuned_lookup", tuned)
     monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 0)
-    frozen = evidence.setup.frozen
-    with_history = replace(evidence.setup, history=frozen[:2])
-    first = replace(evidence.timing, ways=tuple(one for one in evidence.timing.ways if one.blocks_N is not None))
-    (held,) = time_at_loads(with_history, target.model, scored, first).timings
-    assert asked == [(frozen[:2], 3)]
-    assert [(rows, type(drafter)) for rows, _, drafter in timed] == [
-        (3, kind) for kind in (ModelDrafter, PromptLookup, PastResponses, LookupDraft)
-    ]
-    rows = {one.way: one for one in held.rows(scored.scores[Rule.named("sample")])}
-    assert [rows[name].gamma for name in (DRAFT, LOOKUP, PAST, LOOKUP_DRAFT)] == [gamma for _, gamma, _ in timed]
-    assert rows[DRAFT].speed_up == pytest.approx(evidence.judged[DRAFT].replay[rows[DRAFT].gamma] / 2.0)
-    lookup, past_responses, lookup_draft = (one for _, _, one in timed[1:])
-    alone, past, both = rows[LOOKUP], rows[PAST], rows[LOOKUP_DRAFT]
-    assert alone.ngrams == lookup.ngrams
-    assert both.ngrams == lookup_draft.first.ngrams
-    assert both.then_gamma == lookup_draft.then_gamma
-    assert past.ngrams is None
-    assert [one.tuned_on for one in (alone, past, both)] == ["training prompts", *["the judged prompts, by replay"] * 2]
-    # What nobody draws is certain: the blocks of live decoding are those that were counted.
-    tokens, calls, with_proposal = decoded_with(target, evidence, alone, PromptLookup(*alone.ngrams))
-    share = kind_shares(with_proposal / calls, 3, drafts=False)
-    assert alone.speed_up == pytest.approx(tokens / calls / (share[PLAIN] * 1.0 + share[FOUND] * 3.0))
-    kept = [kept_by_past_responses(text, past.gamma, past_responses.index) for text in frozen]
-    blocks = found_blocks(kept, (past.gamma,))
-    looked, plain = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
-    assert looked > 0
-    share = kind_shares(looked / (looked + plain), 3, drafts=False)
-    time = share[PLAIN] * 1.0 + share[FOUND] * 3.0
-    assert past.speed_up == pytest.approx(tokens / (looked + plain) / time)
-    laws = [kept_by_lookup(text, both.gamma, *both.ngrams) for text in frozen]
-    scores = evidence.own_scores(DRAFT)
-    blocks = found_blocks(laws, (both.gamma,), texts_of(scores, Rule.named("sample")), (both.then_gamma,))
-    looked, drafted = float(blocks.found_NK.sum()), float(blocks.others_NK.sum())
-    share = kind_shares(looked / (looked + drafted), 3, drafts=True)
-    time = share[FOUND] * 1.0 + share[DRAFTED] * 2.0 + share[FOUND | DRAFTED] * 4.0
-    assert both.speed_up == pytest.approx(sum(map(len, scores)) / (looked + drafted) / time)
+    history = evidence.setup.frozen[:2]
+    (timing,) = time_at_loads(replace(evidence.setup, history=history), target.model, scored, evidence.timing).timings
+    assert texts_of_lookup == [(history, 3)]
+    assert [way.name for way in timing.ways] == [DRAFT, LOOKUP, PAST, "early-exit", "lookahead"]
+    assert timing.warnings == (
+        "lookup+draft at judge.load 3 was not measured: no room",
+        "token-tree at judge.load 3 was not measured: no room",
+    )
+    row = next(one for one in timing.rows({}) if one.way == DRAFT)
+    assert row.speed_up == pytest.approx(evidence.judged[DRAFT].replay[row.gamma] / 2.0)
 
 
-def decoded_with(target: Target, evidence, row, drafter) -> tuple[int, int, int]:
-    """(tokens, target calls, calls with a proposal) of the held-out responses, decoded once more."""
-    prompts = [(text.key, text.prompt_ids) for text in evidence.setup.frozen]
-    settings = evidence.setup.settings.under(evidence.setup.rule, row.gamma)
-    responses = decode(target.model, drafter, prompts, settings)[0]
-    with_proposal = sum(count > 0 for one in responses for count in one.drafted_counts)
-    return sum(len(one.response_ids) for one in responses), sum(one.blocks for one in responses), with_proposal
-
-
-def test_a_way_or_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     target, scored, evidence = judged
 
-    def scripted(target, drafter, texts, settings, rows):
-        if isinstance(drafter(), LookupDraft):
-            raise UserError("no room")
-        return FullBatch(np.ones((4, 3)), np.full((4, 3), 2.0), np.full((4, 3), DRAFTED))
-
-    def full(target, draft, rows, *rest):
+    def full(*_, **__):
         raise UserError("needs more")
 
-    monkeypatch.setattr(timing_module, "full_batch_seconds", scripted)
-    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
-    assert [one.name for one in found.timings[0].ways] == [DRAFT, LOOKUP, *LIVE]
-    assert found.warnings == ("lookup+draft at judge.load 3 was not measured: no room",)
+    monkeypatch.setattr(timing_module, "sample_ways", sampled)
     monkeypatch.setattr(timing_module, "clock", full)
-    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
-    assert (len(found.timings), found.timings[0].clocked) == (1, {})
-    assert found.warnings[-1] == "latency at 3 concurrent requests was not measured: needs more"
-    monkeypatch.setattr(evidence_module, "check_memory", full)
-    found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
-    assert (found.timings, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
+    (timing,) = time_at_loads(evidence.setup, target.model, scored, evidence.timing).timings
+    assert timing.clocked == {}
+    assert timing.warnings[-1] == "latency at 3 concurrent requests was not measured: needs more"
+    for module, name in ((timing_module, "sample_ways"), (evidence_module, "check_memory")):
+        monkeypatch.setattr(module, name, full)
+        found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
+        assert (found.timings, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
 
 
 def test_the_sentence_on_limits_by_hand() -> None:

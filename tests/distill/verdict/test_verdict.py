@@ -25,15 +25,26 @@ from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.sentence import headline_of, order
 from distill.verdict.timing import Timing
 from distill.verdict.verdict import verdict_of
-from speculative.decoder.responses import DecodeSettings, Response
+from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse, Judgement
 from speculative.explain.ceilings import advice
 from speculative.measure import measured
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import ratio_interval
-from speculative.measure.measured import BY_BLOCK, DRAFT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED, Way
-from speculative.measure.race import Sample, SpeedEstimates
+from speculative.measure.measured import (
+    BY_BLOCK,
+    DRAFT,
+    LOOKUP,
+    LOOKUP_DRAFT,
+    PAST,
+    SERVED,
+    TARGET,
+    UNDISTILLED,
+    Predicted,
+    Way,
+)
+from speculative.measure.timing import Sample, SpeedEstimates
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import Rule
 
@@ -60,24 +71,29 @@ def scores_of(alphas_NT):
     ]
 
 
-def contest_of(setup, ratios, concurrency=1):
+def timing_of(setup, ratios, concurrency=1):
     """A timing in which every way, half a block a token, decodes as many times as fast as the target on each prompt."""
     texts = setup.frozen
     tokens, blocks_N = len(texts[0].response_ids), setup.tokens_N / 2
     samples = {TARGET: {}}
     for name, of_prompts in ratios.items():
         for index, ratio in enumerate(of_prompts):
-            response = Response("", [], response_ids=[1] * tokens, blocks=tokens)
-            samples[TARGET][str(index)] = Sample(0.0, 0.01 * tokens, response)
-            half = Response("", [], response_ids=[1] * tokens, blocks=tokens // 2)
-            samples.setdefault(name, {})[str(index)] = Sample(0.0, 0.01 * tokens / ratio, half)
+            samples[TARGET][str(index)] = Sample(0.0, 0.01 * tokens, tokens, tokens)
+            samples.setdefault(name, {})[str(index)] = Sample(0.0, 0.01 * tokens / ratio, tokens, tokens // 2)
     ways = tuple(
-        Way(name, None, GAMMA, blocks_N, ngrams=(3, 2) if name in (LOOKUP, LOOKUP_DRAFT) else None, behind=DRAFT)
+        Way(
+            name,
+            None,
+            GAMMA,
+            Predicted(blocks_N),
+            ngrams=(3, 2) if name in (LOOKUP, LOOKUP_DRAFT) else None,
+            behind=DRAFT,
+        )
         for name in samples
         if name != TARGET
     )
-    estimates = SpeedEstimates(samples, setup.keys, setup.tokens_N, {one.name: one.blocks_N for one in ways}, 6)
-    return Timing(setup, concurrency, ways, estimates, frozenset({DRAFT, LOOKUP_DRAFT}), samples=samples)
+    estimates = SpeedEstimates(samples, setup.keys, setup.tokens_N, {one.name: blocks_N for one in ways}, 6)
+    return Timing(setup, concurrency, ways, samples, estimates, frozenset({DRAFT, LOOKUP_DRAFT}))
 
 
 def evidence_of(
@@ -112,14 +128,14 @@ def evidence_of(
         {Rule.named("sample"): texts},
         looks=looks,
     )
-    timing = None if ratios is None else contest_of(setup, dict.fromkeys(names, ratios) | (free or {}))
+    timing = None if ratios is None else timing_of(setup, dict.fromkeys(names, ratios) | (free or {}))
     return Evidence(
         setup=setup,
         drafts=tuple(NamedDraft(name, name, 0, MODEL) for name in names),
         scores={Rule.named("sample"): {name: scores[name] for name in names}},
         judged=dict.fromkeys(names, Judgement.model_validate(tree)),
         timing=timing,
-        loads=Loads((contest_of(setup, load, 8),) if load else ()),
+        loads=Loads((timing_of(setup, load, 8),) if load else ()),
         costs=dict.fromkeys(names, costs) if ratios is not None else {},
     )
 
@@ -176,7 +192,7 @@ def headlines():
     setup = evidence_of(0.1, FAST).setup
     others = (measured.BY_TOKEN, "token-tree", "early-exit", "lookahead")
     for way in (UNDISTILLED, SERVED, DRAFT, BY_BLOCK, LOOKUP, PAST, LOOKUP_DRAFT, *others):
-        yield None, headline_of(contest_of(setup, {way: FAST}), way)
+        yield None, headline_of(timing_of(setup, {way: FAST}), way)
 
 
 def test_the_headline_of_every_outcome_has_at_most_25_words():
