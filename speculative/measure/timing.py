@@ -132,14 +132,14 @@ def _sample(
     target: PreTrainedModel, way: Way, prompts: Sequence[Prompt], settings: DecodeSettings, load: int
 ) -> tuple[float, float, float, int]:
     """(seconds of reading the prompt, of the blocks, tokens of a row, blocks)."""
-    drafter, own = way.drafter() if way.drafter is not None else None, way.settings(settings)
+    drafter, own_settings = way.drafter() if way.drafter is not None else None, way.settings(settings)
     if load == 1:
-        (response,), timing = decode(target, drafter, prompts, own)
+        (response,), timing = decode(target, drafter, prompts, own_settings)
         prefill, tokens, blocks = timing.prefill_seconds, float(len(response.response_ids)), response.blocks
     else:
-        timing, most = Timing(), min(own.max_tokens, LOAD_BLOCKS * (own.gamma + 1))
+        timing, most = Timing(), min(own_settings.max_tokens, LOAD_BLOCKS * (own_settings.gamma + 1))
         options = Options(batch_size=load, in_order=True, timing=timing)
-        stream = generate(target, drafter, prompts, replace(own, max_tokens=most, fit_context=True), **options)
+        stream = generate(target, drafter, prompts, replace(own_settings, max_tokens=most, fit_context=True), **options)
         with contextlib.closing(stream):
             # A block is an event of every row.
             tokens = sum(len(event.token_ids) for event in itertools.islice(stream, LOAD_BLOCKS * load)) / load
@@ -261,14 +261,14 @@ class SpeedEstimates:
         if not keys:
             raise ValueError(f"{name} was timed on no prompt")
         samples, steps_M = [self._samples[name][key] for key in keys], np.array([self._alone[key] for key in keys])
-        units_M = np.array([max(1, one.tokens) if name in self._by_token else one.blocks for one in samples])
-        rho_M = _near(np.array([one.seconds for one in samples]) / units_M / steps_M)
+        units_M = np.array([max(1, sample.tokens) if name in self._by_token else sample.blocks for sample in samples])
+        rho_M = _near(np.array([sample.seconds for sample in samples]) / units_M / steps_M)
         if name in self._by_token:
             # A ratio of sums over the samples, with more weight on long ones, linearised: its mean is the ratio.
-            weights_M = np.array([one.tokens for one in samples])
+            weights_M = np.array([sample.tokens for sample in samples])
             pooled = float(rho_M @ weights_M / weights_M.sum())
             rho_M = pooled + (rho_M - pooled) * weights_M / weights_M.mean()
-        prefill_M = _near(np.array([one.prefill_seconds for one in samples]) / steps_M)
+        prefill_M = _near(np.array([sample.prefill_seconds for sample in samples]) / steps_M)
         return dict(zip(keys, zip(rho_M.tolist(), prefill_M.tolist(), strict=True), strict=True))
 
     def _steps_P(self, name: str) -> np.ndarray:

@@ -103,7 +103,7 @@ def test_a_prompt_during_which_the_machine_was_elsewhere_hardly_counts():
 
 
 def drawn_estimates(rng, prompts, timed, noise, between=0.0):
-    """Made-up samples: texts differ in how well they are drafted, the clock in how it runs; `between`: rounds differ in how dear a way is."""
+    """Made-up samples: texts differ in how well they are drafted, the clock in how it runs, rounds (`between`) in a way's price."""
     tokens = rng.integers(20, 120, prompts)
     tau = 1.0 + 3.0 * rng.beta(3, 2, prompts)
     blocks = tokens / tau
@@ -325,8 +325,8 @@ class Clock:
 def test_waits_by_hand_on_a_recorded_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients, responses of three tokens: a prompt costs 0.5 s for each model that reads it, a block 0.25 s.
 
-    Alone: both prompts 1 s and a block, then two blocks more. With the draft (the target itself: all is accepted): the same to the
-    first token, then the draft reads both prompts (1 s), and one block says the other two tokens.
+    Alone: both prompts 1 s and a block, then two blocks more. With the draft (the target itself: all is accepted): both prompts 2 s, and
+    one block has all three tokens.
     """
     monkeypatch.setattr(timing_module, "CLOCKED", 4)
     Clock(monkeypatch)
@@ -335,12 +335,12 @@ def test_waits_by_hand_on_a_recorded_clock(monkeypatch: pytest.MonkeyPatch) -> N
     settings = DecodeSettings(GREEDY, rule=Rule.named("greedy"), max_tokens=3)
     monkeypatch.setattr(timing_module, "generate", partial(generate, runner="eager"))
     found = clock(target, ways, [ids for _, ids in prompts_of([4, 5, 6])], settings, 2, 1e9)
-    for way, pause, stages in (
-        (TARGET, 0.25, {"prefill": 1000 / 3, "host": 250.0}),
-        (DRAFT, 1.25 / 2, {"prefill": 1000.0, "host": 250.0}),
+    for way, first, pause, stages in (
+        (TARGET, 1250.0, 250.0, {"prefill": 1000 / 3, "host": 250.0}),
+        (DRAFT, 2250.0, 0.0, {"prefill": 2000.0, "host": 250.0}),
     ):
-        assert found[way]["first_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1250.0))
-        assert found[way]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), 1e3 * pause))
+        assert found[way]["first_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), first))
+        assert found[way]["per_token_ms"] == pytest.approx(dict.fromkeys(("p50", "p90", "p99"), pause))
         assert found[way]["stages_ms"] == pytest.approx(stages)
 
 
