@@ -204,6 +204,7 @@ def _logs(_: Path) -> Made:
     return {"log.jsonl": _lines(*({"domain": "a", "response": {"choices": [], **of}} for of in engines))}
 
 
+LOG = b'{"domain": "a", "response": {"timings": {"draft_n": %s, "draft_n_accepted": 1}}}\n'
 PAGE = b"""# HELP vllm:spec_decode_num_drafts_total Number of drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
@@ -495,9 +496,9 @@ ONE_NAME = b'{"model.norm.weight":{"dtype":"F32","shape":[8],"data_offsets":[0,3
 ONE_WEIGHT = struct.pack("<Q", len(ONE_NAME)) + ONE_NAME + bytes(32)
 # name: parser, file, content. Each was a bug: a traceback, a crash, unbounded memory, or a value of the wrong type.
 FOUND = {
-    "a log of lists in lists": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": ' + DEEP + b"\n"),
-    "a log of too many digits": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % DIGITS),
-    "a log of more tokens than anybody drafts": ("acceptance log", "log.jsonl", b'{"accepted": 1, "drafted": %s}\n' % HUGE),
+    "a log of lists in lists": ("acceptance log", "log.jsonl", b'{"domain": "a", "response": ' + DEEP + b"\n"),
+    "a log of too many digits": ("acceptance log", "log.jsonl", LOG % DIGITS),
+    "a log of more tokens than anybody drafts": ("acceptance log", "log.jsonl", LOG % HUGE),
     "a template that speaks to the terminal": ("tokenizer", "chat_template.jinja", b'{{ raise_exception("\x1b]0;a\x07") }}'),
     "a place of too many digits": ("metrics page", "vllm", PAGE.replace(b'position="1"', b'position="%s"' % DIGITS)),
     "rendered ids that are words": ("prompts file", "rows.jsonl", (b'{"prompt_id": "p", "prompt_ids": ["a"], '

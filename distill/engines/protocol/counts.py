@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+_MOST = 1 << 31  # tokens of one request
+
 
 class CountsError(ValueError):
     """Counts that contradict themselves; the message contains the field."""
@@ -73,7 +75,7 @@ def _read(form: CountsFormat, engine: str, stats: Any, where: str) -> RequestCou
         for name in names:
             value = _at(stats, name)
             if value is not None:
-                if type(value) is not int or value < 0:
+                if type(value) is not int or not 0 <= value < _MOST:
                     raise CountsError(f"{where}{name} is {repr(value)[:40]}, not a whole number")
                 return value
         if names and not form.optional:
