@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 ENGINE_ROLES = {"model": "assistant", "ipython": "tool"}  # of Gemini and Llama 3
 MOST_DEPTH = 100
-REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")  # of vLLM, of older logs, and of gpt-oss and Ollama
+REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")  # of engines, and of older logs
 OPTIONAL_TURN_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
 TEXT_PARTS = ("text", "input_text", "output_text")
 _named_keys = {"role", "from", "content", "value", *OPTIONAL_TURN_KEYS}  # that are read, or were named in a warning
@@ -92,7 +92,7 @@ def _without_nulls(value: Any, where: str, depth: int = 0) -> Any:
 def served_turn(turn: Turn, words: Collection[str], where: str) -> Turn:
     """A turn as engines give it to a template: arguments of tool calls as objects, a thought under every name that a template may read.
 
-    A developer is the system, as in llama.cpp, unless the role is among ``words``, the template's strings.
+    A developer is the system unless the role is among ``words``, the template's strings.
 
     Raises UserError: arguments that are not JSON.
     """
@@ -117,7 +117,7 @@ def _with_object(call: Any, where: str) -> Turn:
 
 
 def _text_of(content: Any, where: str) -> Any:
-    """The text of a list of parts, joined by line breaks as in vLLM; other content unchanged. UserError: a part that is not text."""
+    """The text of a list of parts, joined by line breaks; other content unchanged. UserError: a part that is not text."""
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, dict) else {"text": part} for part in content]

@@ -1,8 +1,8 @@
 """A target at an OpenAI-compatible server: stores its responses and top-k probabilities, and can be interrupted and continued.
 
-The protocol is `/v1/completions` of vLLM with its extra parameters. Prompts are token ids, `return_token_ids` returns the ids of the
-response, and `prompt_logprobs` the most probable tokens at every place of a text. SGLang answers prompts the same way but has no
-`prompt_logprobs`. Legend: R response tokens, K entries of a row.
+The protocol is `/v1/completions` with the extra parameters of `SERVER`. Prompts are token ids, `return_token_ids` returns the ids of the
+response, and `prompt_logprobs` the most probable tokens at every place of a text. Some servers have
+no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from data.responses.endpoint_keys import Endpoint
+from data.responses.endpoint_keys import SERVER, Endpoint
 from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
@@ -92,7 +92,7 @@ class EndpointTarget:
             if wanted is not None and wanted not in listed:
                 raise UserError(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
             self._model = wanted or next(iter(listed))
-            # Only vLLM: the directory or hub id behind the name.
+            # Not of every server: the directory or hub id behind the name.
             self._root = getattr(listed[self._model], "root", None)
         return self._model
 
@@ -206,7 +206,7 @@ class EndpointTarget:
         if len(log_probs) != len(ids):
             raise UserError(
                 f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must return "
-                "one for each, including the end token (vLLM does)"
+                f"one for each, including the end token ({SERVER} does)"
             )
         answer.log_target_probs = log_probs
         return answer
@@ -229,7 +229,9 @@ class EndpointTarget:
         if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
             said = choice.get("stop_reason", choice.get("matched_stop"))
             if said not in eos_ids and len(eos_ids) != 1:
-                raise UserError(f"{self.endpoint.url}: does not say which of {list(eos_ids)} ended a text; use vLLM")
+                raise UserError(
+                    f"{self.endpoint.url}: does not say which of {list(eos_ids)} ended a text; use {SERVER}"
+                )
             ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(
@@ -246,9 +248,7 @@ class EndpointTarget:
         names = (choice.get("logprobs") or {}).get("tokens") or []
         if (names or not choice.get("text")) and all(str(name).startswith("token_id:") for name in names):
             return [int(str(name).removeprefix("token_id:")) for name in names]
-        raise UserError(
-            f"{self.endpoint.url}: returns no token ids; use a server with return_token_ids (vLLM 0.10.2 or later)"
-        )
+        raise UserError(f"{self.endpoint.url}: returns no token ids; use a server with return_token_ids ({SERVER})")
 
     def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
         """Refuse a server that returns raw probabilities if the sampling settings change them.
@@ -313,7 +313,7 @@ class EndpointTarget:
             )
         if isinstance(error, openai.APIConnectionError):
             cause = str(error.__cause__ or "").split("\n")[0] or message
-            return f"target.endpoint.url = {url}: no server answers ({cause}); start it (`vllm serve MODEL`); {stays}"
+            return f"target.endpoint.url = {url}: no server answers ({cause}); start {SERVER} there; {stays}"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) names"
             return f"{url}: refuses the API key; put the right one into the environment variable {named}"

@@ -10,6 +10,8 @@ from pydantic import Field
 from data.prompts.prompt import Section
 from speculative.errors import UserError
 
+SERVER = "vLLM 0.10.2 or later"  # What gives responses and top-k signals; SGLang gives responses only.
+
 
 class Endpoint(Section):
     """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only). The fields are keys of a config."""

@@ -14,7 +14,7 @@ import httpx2
 from speculative.errors import UserError
 
 PAGE_BYTES, PAGE_SECONDS, _HEALTH_SECONDS = 1 << 24, 10.0, 5.0
-# Servers close a connection that has waited 5 s (uvicorn, llama.cpp), perhaps just when it is used again: ours wait no longer than this.
+# Servers close a connection that has waited 5 s, perhaps just when it is used again: ours wait no longer than this.
 _KEPT_SECONDS = 1.0
 # Only these headers are sent: openai adds others from the environment (organization, OPENAI_CUSTOM_HEADERS). It reads the last one itself.
 _SENT = {

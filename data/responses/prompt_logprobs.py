@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-# The value that vLLM writes in JSON for a logarithm of zero.
+from data.responses.endpoint_keys import SERVER
+
+# The value that servers write in JSON for a logarithm of zero.
 CLAMPED = -9999.0
 # Error of the sum of k probabilities with float32 logarithms.
 _SUM_SLACK = 1e-3
@@ -26,7 +28,7 @@ def read_topk(content: bytes, start: int, total: int, k: int, vocab_rows: int) -
     """
     places = _places(content)
     if places is None:
-        raise ValueError("the answer has no prompt_logprobs; serve the model with vLLM to get top-k signals")
+        raise ValueError(f"the answer has no prompt_logprobs; serve the model with {SERVER} to get top-k signals")
     try:
         wanted = [place for place in places[start:] if place is not None]
         if len(places) != total or len(wanted) != total - start:

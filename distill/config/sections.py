@@ -149,8 +149,8 @@ class ServingConfig(Section):
 
     rule: RuleName | None = None
     """acceptance rule of the engine, which also sets the default objective: sample, sample-untruncated
-    (vLLM's sampled drafts), greedy-draft (the default of vLLM, SGLang and llama.cpp), greedy or block. null = greedy at
-    temperature 0, else sample"""
+    (drafts sampled at the temperature alone), greedy-draft (the default of most engines), greedy or block. null = greedy
+    at temperature 0, else sample"""
     temperature: float = Field(1.0, ge=0)
     """sampling temperature of the server; 0 = greedy"""
     top_k: int = Field(0, ge=0)

@@ -152,6 +152,7 @@ register(
         ),
         dialect=Dialect(
             owners=("llamacpp", "llama.cpp"),
+            reports="--metrics",
             version_pages=(("/props", "build_info"),),
             asks={"return_tokens": True, "logprobs": 1},
             # Ids need probabilities, computed only for tokens that were not drafted: they would slow plain decoding alone.

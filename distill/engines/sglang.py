@@ -40,6 +40,7 @@ register(
         equal_strings=True,
         dialect=Dialect(
             owners=("sglang",),
+            reports="--enable-metrics",
             version_pages=(("/server_info", "version"), ("/get_server_info", "version")),
             asks={"return_spec_tokens_details": True},
             counts=CountsFormat(

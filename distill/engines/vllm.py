@@ -8,7 +8,7 @@ import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from distill.engines.protocol.counters import named_counters, names_like_vllm
+from distill.engines.protocol.counters import PREFIX, named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
 from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts, LoadRange
 
 NAME = "vLLM"
+COUNTS = ("--per-request-spec-decode-metrics", "detailed")
 # If the draft's path contains one of these words, it selects another speculation method and ignores the configuration.
 REROUTED_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 # Head sizes of v1/attention/backends/cpu_attn.py; on GPUs flash_attn.py takes multiples of 8.
@@ -151,15 +152,17 @@ register(
         _words,
         _path_fault,
         one_pass=True,
+        reads_int8="runs int8 on GPUs only: for a CPU export with --quantize int8-dynamic",
         service=Service(
             "vllm",
             ".venv-vllm",
             ("--speculative-config",),
             key_variable="VLLM_API_KEY",
-            counts=("--per-request-spec-decode-metrics", "detailed"),
+            counts=COUNTS,
         ),
         dialect=Dialect(
             owners=("vllm",),
+            reports=" ".join(COUNTS),
             asks=STREAM,
             # Another salt for each seed: no turn finds its prompts in the prefix cache.
             timed=lambda seed: STREAM | {"cache_salt": f"{_START}-{seed}"},
@@ -170,7 +173,7 @@ register(
                 ("num_draft_tokens",),
                 ("num_spec_steps",),
             ),
-            counters=named_counters(names_like_vllm("vllm", "vllm:", "generation_tokens")),
+            counters=named_counters(names_like_vllm("vllm", PREFIX, "generation_tokens")),
             log_lines={
                 r"enforce_eager=True": "graphs are not engaged: the steps of target and draft are eager (--enforce-eager)",
                 r"Using V2 Model Runner": "the draft is eager: model runner V2 captures no graphs of its steps",

@@ -25,7 +25,7 @@ def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = 
             files listed there, so that no other work is deleted.
 
     Raises UserError: for '/', the home directory, a file, a directory that is not empty, a path that overlaps a source, or a path for
-    which vLLM would select another method.
+    which an engine would select another method.
     """
     path = Path(to).expanduser().resolve()
     check_directory_name(path)

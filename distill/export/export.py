@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from distill.config.layout import ADAPTER, PROVENANCE, SERVING_FILE, SERVING_FORMAT, VERDICT
+from distill.engines.protocol.engine import known_engines
 from distill.engines.protocol.facts import EngineFacts, gather_facts
 from distill.engines.protocol.verdict import EngineVerdict, check_all, others
 from distill.export.card import NO_GAIN, NOT_MEASURED, model_card, serving_page
@@ -40,10 +41,9 @@ from speculative.rules.sampling import SamplingSettings
 SERVING_VERSION = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTISED = (
-    "the weights are 8-bit in compressed-tensors format, which vLLM and transformers read. Other engines were not tried. For engines with "
+    "the weights are 8-bit in compressed-tensors format, which {readers} read. Other engines were not tried. For engines with "
     "their own format (GGUF, MLX, ExLlama) export with --quantize none and quantise with their tools"
 )
-GPUS_ALONE = ". vLLM 0.32 runs int8 on GPUs only: for a CPU export with --quantize int8-dynamic"
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,9 @@ def _warnings(gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
     if gain is None:
         warnings.append(NOT_MEASURED)
     if quantize is not None:
-        warnings.append(QUANTISED + (GPUS_ALONE if quantize == "int8" else ""))
+        readers = {one.name: one for one in known_engines().values() if one.reads_int8 is not None}
+        limits = [f". {one.name} {one.version} {one.reads_int8}" for one in readers.values() if one.reads_int8]
+        warnings.append("".join([QUANTISED.format(readers=" and ".join(readers)), *limits * (quantize == "int8")]))
     return warnings
 
 

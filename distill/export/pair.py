@@ -92,7 +92,7 @@ def pair_notes(facts: EngineFacts) -> list[str]:
         notes.append(
             f"the draft's context is {facts.draft_context} tokens, shorter than the target's (config.json: "
             "max_position_embeddings), so the "
-            "commands limit the server to it (beyond it vLLM's model runner V1 drafts dummy tokens; V2 limits itself from vLLM 0.33)"
+            "commands limit the server to it"
         )
     return notes
 
@@ -128,7 +128,7 @@ def _weights(side: TargetSide, what: str, elsewhere: bool) -> Iterable[str]:
         yield (
             f"config.json: tie_word_embeddings true in the {what}, and its safetensors have another "
             "lm_head.weight, which transformers 5 uses "
-            "and vLLM and SGLang ignore; set it to false, or delete that weight"
+            "and engines may ignore; set it to false, or delete that weight"
         )
 
 
@@ -154,7 +154,7 @@ def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
     strings, ends = tokens_by_id(target.tokenizer), added_ends(target.tokenizer)
     strings_by_id: dict[Any, str] = tokens_of(path, metadata)
     key = f"{metadata.get('general.architecture')}.context_length"
-    # Without the key llama.cpp adds bos by the kind of tokenizer, which only for `llama` is always so.
+    # Without the key the engine adds bos by the kind of tokenizer, which only for `llama` is always so.
     metadata.setdefault("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama" or bool(ends))
     adding = [name for name in ("bos", "eos") if metadata.get(f"tokenizer.ggml.add_{name}_token")]
     limit = max_positions(target.config) or 0
@@ -171,9 +171,9 @@ def _gguf(path: Path, target: TargetSide) -> Iterable[tuple[bool, str]]:
         "convert it with the target's tokenizer"
     )
     other_prompts = (
-        "llama-server uses that of its target file, so prompts can differ from the measured ones; convert it again"
+        "the engine uses that of its target file, so prompts can differ from the measured ones; convert it again"
     )
-    longer = "longer texts degrade; start llama-server with a -c that is not larger"
+    longer = "longer texts degrade; start the server with a -c that is not larger"
     for breaks, place, its, ours, effect in (
         (True, f"tokenizer.ggml.tokens: id {other[0]}", other[2], other[1], refused),
         (True, "tokenizer.ggml.add_bos_token, add_eos_token: added", added, ends, other_text),

@@ -1,4 +1,4 @@
-"""8-bit weights for the draft, in the compressed-tensors format that vLLM and transformers read."""
+"""8-bit weights for the draft, in the compressed-tensors format."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SCHEMES: dict[Quantization, tuple[str, bool]] = {
     "int8-dynamic": ("int", True),
     "fp8": ("float", True),
 }
-HEAD = "re:.*lm_head$"  # listed by name, since vLLM's head class is not a linear layer
+HEAD = "re:.*lm_head$"  # listed by name, since an engine's head class may be no linear layer
 
 
 def quantize_draft(model: Any, how: Quantization) -> Any:

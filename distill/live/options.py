@@ -33,7 +33,9 @@ class GatewayOptions:
     api_key_env: Annotated[str, typer.Option(help="environment variable with the key that clients must send")] = ""
     text: Annotated[bool, typer.Option("--text", help="log token ids of the text, not only hashes")] = False
     retention_days: Annotated[float, typer.Option(help="with --text: days until text is erased", min=0)] = 30.0
-    usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams; vLLM sends counts with it")] = False
+    usage: Annotated[bool, typer.Option("--usage", help="ask for usage in streams; engines send counts with it")] = (
+        False
+    )
     sampling: Annotated[str, typer.Option(help="sampling defaults of the engine, e.g. temperature=0.7,top_p=0.8")] = ""
 
 
@@ -120,8 +122,8 @@ class RolloutOptions:
 
     understudy rollout drafts/demo v0002 --log traffic/ --engine-command "understudy serve {draft} --port {port}"
 
-    Serves it next to the current version, compares the two, then moves all traffic to it or takes it back. For vLLM end
-    the command with `-- --per-request-spec-decode-metrics detailed`, so that it reports counts.
+    Serves it next to the current version, compares the two, then moves all traffic to it or takes it back. The
+    engine has to report its counts (docs/readback.md lists the flags).
 
     Exit status: 0 the new version serves, 3 it was taken back, 2 a mistake in the command or its files.
     """

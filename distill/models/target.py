@@ -301,7 +301,7 @@ def load_target_side(
     return TargetSide(name, config, tokenizer, generation)
 
 
-# What vLLM, SGLang and converters to GGUF read from a generation_config.json, and the values that change nothing.
+# What engines and converters read from a generation_config.json, and the values that change nothing.
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from distill.models.quantized import quantization_of
 from speculative.errors import UserError
 
-# Model types whose separate head vLLM and llama.cpp load if the config is untied. For Gemma, Cohere and GPT-2 they do not.
+# Model types whose separate head engines load if the config is untied. For Gemma, Cohere and GPT-2 they do not.
 UNTIED_IN_ENGINES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 ROLES = ("bos", "eos", "pad", "unk")
 
@@ -237,7 +237,7 @@ def refuse_two_heads(what: str, model: Any) -> None:
     ):
         raise UserError(
             f"{what}: config.json says tie_word_embeddings: true, but the file has a head that differs from the embedding: transformers 5 "
-            "computes with it, vLLM and SGLang without; set it to false in config.json, or delete the head's weight (lm_head.weight)"
+            "computes with it, engines without; set it to false in config.json, or delete the head's weight (lm_head.weight)"
         )
 
 

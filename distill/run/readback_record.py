@@ -98,7 +98,7 @@ class ReadbackRecord(Record):
 
     @property
     def where(self) -> str:
-        """`vLLM 0.32.0`."""
+        """Name and version of the engine."""
         return f"{self.engine} {self.version}".strip()
 
 

@@ -151,7 +151,7 @@ def check_decodable(model: PreTrainedModel, name: str) -> None:
 def end_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
     """All ids that end a response: those of the generation config, and of the config and the tokenizer if these are added tokens.
 
-    vLLM takes the first and the last, SGLang all. A config that names no token has the number of its class, which
+    Some engines take the first and the last, others all. A config that names no token has the number of its class, which
     can be any token. ``model``:
     anything with a `config` and a `generation_config`.
     """
@@ -195,7 +195,7 @@ def evaluating(*models: PreTrainedModel | None) -> Iterator[None]:
         yield
 
 
-# The keys of a draft's config.json that vLLM reads, in its order.
+# The keys of a draft's config.json that engines read, in this order.
 MASK_TOKEN_KEYS = ("pard_token", "ptd_token_id")
 
 

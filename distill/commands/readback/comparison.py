@@ -8,6 +8,7 @@ import numpy as np
 
 from distill.commands.readback.asking import Replies
 from distill.engines.protocol.client import Answer
+from distill.engines.protocol.engine import reporting_flags
 from distill.run.readback_record import SERVED_TEXT
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft
@@ -170,15 +171,15 @@ def count(replies: Replies, gamma: int) -> Counted:
         raise UserError(f"its counters cannot be used: {replies.reset}; keep it running and repeat the readback")
     if server is None or not server.blocks:
         raise UserError(
-            "reports no draft counts, neither in its answers nor on /metrics; check that it uses a draft, and start vLLM with "
-            "--per-request-spec-decode-metrics detailed, SGLang with --enable-metrics, llama-server with --metrics"
+            "reports no draft counts, neither in its answers nor on /metrics; check that it uses a draft, and start it with counts "
+            f"({reporting_flags()})"
         )
     ours = sum(answer.tokens for answer in replies.answers)
     # An engine may count tokens that it cut off after the end of a response.
     if server.tokens is not None and not ours <= server.tokens <= ours + 128 * len(replies.answers):
         raise UserError(
             f"it generated {server.tokens:,} tokens, but ours are {ours:,}, so its counters include other clients; repeat without other "
-            "clients, or make it report each request (vLLM: --per-request-spec-decode-metrics detailed)"
+            "clients, or make it report each request"
         )
     notes = ["the server reports only sums, so its survival includes tokens drafted after the end of a response"]
     mean = server.drafted / server.blocks if server.drafted is not None else gamma

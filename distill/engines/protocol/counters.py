@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from distill.engines.protocol.counts import CountsError
 
+PREFIX = "vllm:"  # of metric names, which other servers use too
 PAGES = ("/metrics", "/prometheus/metrics")
 
 # name without `_total` -> [(labels, value)]

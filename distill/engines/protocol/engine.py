@@ -44,7 +44,8 @@ class Service:
 class Dialect:
     """How a running engine is recognised, asked and read.
 
-    owners: `owned_by` in its list of models. version_pages: (path, key) of pages that only this engine has. asks: options of a request
+    owners: `owned_by` in its list of models. reports: flags with which a server reports what it drafts.
+    version_pages: (path, key) of pages that only this engine has. asks: options of a request
     that return counts and token ids. timed: of a timed request with a seed instead, whose prompt no cache has. closes_streams: it closes a
     connection after every stream without announcing it, and a request at that moment would get no answer. progress: (tokens, drafted
     tokens) since the start of a response in a part of a stream. silent: it leaves its counts out where nothing was drafted.
@@ -53,6 +54,7 @@ class Dialect:
     """
 
     owners: tuple[str, ...] = ()
+    reports: str = ""
     version_pages: tuple[tuple[str, str], ...] = ()
     asks: Mapping[str, Any] = field(default_factory=dict)
     timed: Callable[[int], Mapping[str, Any]] = lambda seed: {}
@@ -85,6 +87,7 @@ class Engine:
     language: str = "bash"
     one_pass: bool = False  # serves drafts that propose a block in one forward pass
     reads_gguf: bool = False
+    reads_int8: str | None = None  # what to know of 8-bit weights in compressed-tensors format; None: not tried
     service: Service | None = None  # None: `understudy serve` cannot start it
     dialect: Dialect = Dialect()
 
@@ -104,6 +107,12 @@ def known_engines() -> dict[str, Engine]:
         if not module.ispkg:
             importlib.import_module(f"{engines.__name__}.{module.name}")
     return {one.name: one for one in sorted(_REGISTERED.values(), key=lambda one: one.order)}
+
+
+def reporting_flags() -> str:
+    """With which flags each engine reports what it drafts, as a phrase."""
+    flags = ((one.name, one.dialect.reports) for one in known_engines().values())
+    return "; ".join(f"{name}: {words}" for name, words in flags if words)
 
 
 def engine_in(label: str) -> Engine:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from distill.engines.protocol.engine import reporting_flags
 from distill.live.arms import ARMS, Arms, read_arms
 from distill.live.gateway.exchange import Exchange
 from distill.live.gateway.limits import Bodies, Refused, guarded
@@ -41,8 +42,8 @@ _OWN_HEADERS = frozenset(
 _PREFIX = b"x-understudy-"
 _CLOSE = {"connection": "close"}  # for answers that do not wait for the whole request
 _HINT = (
-    "a stream reported no draft counts, so its acceptance is unknown: start vLLM with --per-request-spec-decode-metrics detailed, "
-    "and ask for usage in streams (--usage, or vLLM's --enable-force-include-usage)"
+    "a stream reported no draft counts, so its acceptance is unknown: start the engine with them ({flags}), "
+    "and ask for usage in streams (--usage)"
 )
 
 
@@ -229,7 +230,7 @@ class Gateway:
             without_counts = tap.counts is None and exchange.arm.drafts and tap.stream and not finish
             if without_counts and not self._hinted:
                 self._hinted = True
-                print(_HINT, file=sys.stderr, flush=True)
+                print(_HINT.format(flags=reporting_flags()), file=sys.stderr, flush=True)
         self.metrics.count(record)
         await self._append(record, wait)
 

@@ -1,12 +1,13 @@
-"""The gateway's Prometheus metrics, named as vLLM's if they mean the same. Label values are bounded, so clients add few series."""
+"""The gateway's Prometheus metrics, named as an engine's if they mean the same. Label values are bounded, so clients add few series."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from distill.engines.protocol.counters import PREFIX
 from distill.live.traffic.record import TrafficRecord
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BY_DRAFT = ("arm", "draft_version", "slice", "constrained")
-_DRAFTS = "vllm:spec_decode_num_"
+_DRAFTS = f"{PREFIX}spec_decode_num_"
 
 
 class Metrics:
@@ -19,7 +20,7 @@ class Metrics:
             return Counter(name if ":" in name else f"understudy_{name}", says, labels, registry=registry)
 
         def histogram(name: str, says: str) -> Histogram:
-            return Histogram(f"vllm:{name}_seconds", says, ("arm",), buckets=_SECONDS, registry=registry)
+            return Histogram(f"{PREFIX}{name}_seconds", says, ("arm",), buckets=_SECONDS, registry=registry)
 
         self.in_flight = Gauge("understudy_in_flight", "Requests being answered", registry=registry)
         self.logging = Gauge("understudy_logging", "1 while records can be written", registry=registry)
@@ -31,8 +32,8 @@ class Metrics:
         self.records_failed = counter("records_failed", "Records that were not on disk when the response ended")
         self.unhandled = counter("unhandled", "Requests ended by a bug in the gateway, by exception type", ("kind",))
         self.odd_counts = counter("counts_refused", "Responses with inconsistent draft counts", ("arm",))
-        self.prompt = counter("vllm:prompt_tokens", "Tokens of prompts", ("arm",))
-        self.response = counter("vllm:generation_tokens", "Tokens of responses", ("arm",))
+        self.prompt = counter(f"{PREFIX}prompt_tokens", "Tokens of prompts", ("arm",))
+        self.response = counter(f"{PREFIX}generation_tokens", "Tokens of responses", ("arm",))
         self.blocks = counter(f"{_DRAFTS}drafts", "Target calls that verified a draft", _BY_DRAFT)
         self.drafted = counter(f"{_DRAFTS}draft_tokens", "Drafted tokens", _BY_DRAFT)
         self.accepted = counter(f"{_DRAFTS}accepted_tokens", "Accepted tokens", _BY_DRAFT)

@@ -10,7 +10,7 @@ from distill.engines.protocol.engine import read_counts
 MOST_BYTES = 8 << 20  # of a JSON response, or of one line of a stream; larger ones are not read
 # Quotes inside text are escaped, so this is the key. Such an event has only text and ids.
 _NOTHING = b'"finish_reason":null'
-_LAST_EVENTS = 4  # Counts are in one of the last events: vLLM's with usage, llama.cpp's with the finish reason.
+_LAST_EVENTS = 4  # Counts are in one of the last events, with usage or with the finish reason.
 
 
 class Tap:

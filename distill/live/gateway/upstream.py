@@ -1,6 +1,6 @@
 """Requests to engines: HTTP/1.1 by httpcore2, a connection each.
 
-Pools look at every open connection for each request, which is too slow with hundreds of streams, and llama-server closes a connection
+Pools look at every open connection for each request, which is too slow with hundreds of streams, and a server may close a connection
 after a stream without announcing it. Reads have no timeout; `_watch` in app.py ends idle exchanges.
 """
 

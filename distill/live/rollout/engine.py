@@ -36,7 +36,7 @@ class Engine:
 
 
 def marked_environment(variable: str, mark: str) -> dict[str, str]:
-    # SPT_NOENV: without it, setproctitle in vLLM's workers overwrites the environment that holds the mark.
+    # SPT_NOENV: without it, setproctitle in an engine's workers overwrites the environment that holds the mark.
     return os.environ | {variable: mark, "SPT_NOENV": "1"}
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
+from distill.engines.protocol.engine import reporting_flags
 from distill.live.anytime import (
     FEWEST_REQUESTS,
     Sums,
@@ -219,7 +220,7 @@ def _silent(new: Served, old: Served) -> str:
         if served.conversations - served.errors >= SILENT_CONVERSATIONS and not served.acceptance.requests:
             return (
                 f"the {which} engine reports no drafted tokens in {served.requests:,} requests: it has no draft, or "
-                "does not report counts (vLLM: --per-request-spec-decode-metrics detailed)"
+                f"does not report counts ({reporting_flags()})"
             )
     return ""
 
