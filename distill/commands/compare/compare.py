@@ -7,7 +7,6 @@ trained here are judged like any other. Differences are against the first draft,
 of drafts (Bonferroni); those by domain also for the number of domains.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import print_comparison
 from distill.commands.compare.served import compare_served, is_url
 from distill.commands.output import check_known, check_writable, write_asked
-from distill.config.layout import RESPONSES, TARGET_FACTS, best_student, find_student, run_of
+from distill.config.layout import RESPONSES, best_student, find_student, run_of
 from distill.run.frozen_text import FrozenText, load_frozen_text
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
@@ -122,12 +121,9 @@ def parse_gate(text: str, timing: bool = True, first: Sequence[str] = ()) -> Gat
 
 
 def target_of(run: Path) -> str | None:
-    """Fingerprint of the target that a run distils; None if the run has not started."""
-    try:
-        return str(json.loads((run / TARGET_FACTS).read_text(encoding="utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        folders = sorted((run / RESPONSES).glob("*/"))
-    return next((str(found["target"]) for found in map(read_manifest, folders) if "target" in found), None)
+    """Fingerprint of the target that answered a run's prompts; None if none are answered yet."""
+    manifests = map(read_manifest, sorted((run / RESPONSES).glob("*/")))
+    return next((str(manifest["target"]) for manifest in manifests if "target" in manifest), None)
 
 
 def load_text(options: CompareOptions) -> FrozenText:

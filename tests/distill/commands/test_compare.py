@@ -14,6 +14,7 @@ from rich.console import Console
 from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.files import read_manifest, write_manifest
 from distill.commands.compare import compare
 from distill.commands.compare.compare import compare_command, judge_gates, load_text, parse_gate, read_drafts
 from distill.commands.compare.comparison import comparison
@@ -259,25 +260,15 @@ def test_a_gate_that_means_nothing_is_refused(text, message):
     assert parse_gate("speed_up.ci_low=1.5").lower_end
 
 
-def other_run(tiny_run: Path, folder: Path, **facts) -> Path:
-    """A copy of the run whose target is said to be another one."""
-    copy = folder / "other"
-    shutil.copytree(tiny_run, copy, symlinks=True)
-    path = copy / "target.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
-    return copy
-
-
 def test_a_run_of_another_target_is_refused_by_name_unless_asked_for(tiny_run, tmp_path):
-    other = other_run(tiny_run, tmp_path, fingerprint="abc")
+    other = shutil.copytree(tiny_run, tmp_path / "other", symlinks=True)
+    for path in other.glob("responses/*/manifest.json"):
+        write_manifest(path.parent, read_manifest(path.parent) | {"target": "abc"})
     said = refused(compare_command, options(tiny_run, other))
     assert f"{other}: distilled for another target (fingerprint abc" in said
     assert f"add --on {tiny_run}" in said
     result, _ = compare_command(options(tiny_run, other, on=tiny_run))
     assert result.differences[0].tau.gain == 0.0, "the same weights, judged as a stranger"
-    (other / "target.json").unlink()
-    result, _ = compare_command(options(tiny_run, other))
-    assert result.on == str(tiny_run), "the responses tell whose they are"
 
 
 @pytest.mark.parametrize(
