@@ -152,14 +152,14 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     blocks_G = expected_blocks_of(scores[best.name], setup.rule, gammas).sum(0)
     taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
-    behind = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].behind)
+    then = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].behind)
     timings = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
     of_one = (first[best.name].gamma if best.name in first else 0) or most
     for at_load in costs[1:]:
         ways = [
             draft_way(setup, best.name, best.draft.drafter, scores[best.name], at_load, gammas[:of_one]),
-            *free_ways(setup, target, scores[behind.name], behind, at_load, gammas),
+            *free_ways(setup, target, scores[then.name], then, at_load, gammas),
             *(item for item in first.ways if item.predicted is None),
         ]
         try:
