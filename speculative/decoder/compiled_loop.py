@@ -50,32 +50,27 @@ class CompiledLoop(BlockLoop):
         if target is None or not token_by_token or told_more or not self.active_R.any():
             return super().run_block(gamma)
         drafting = self._drafting(gamma, target.vocab)
-        arrays = (
-            self.tokens_RC,
-            self.lengths_R,
-            self.prompt_lengths_R,
-            self.limits_R,
-            self._ends_E,
-            self._uniforms_RLG1U,
-            drafting.read_R,
-        )
+        past = drafting.past
+        arrays = {
+            "tokens": self.tokens_RC,
+            "lengths": self.lengths_R,
+            "prompt_lengths": self.prompt_lengths_R,
+            "limits": self.limits_R,
+            "ends": self._ends_E,
+            "uniforms": None if settings.sampling.greedy else self._uniforms_RLG1U,
+            "read": drafting.read_R,
+            "past": None if past is None else past.tokens_N,
+            "past_hashes": None if past is None else past.hashes_M,
+            "past_starts": None if past is None else past.starts_M,
+        }
         draft = (0, 0) if drafting.model is None else drafting.model.addresses()
         ahead = self.may_run > 1 and drafting.proposal is None
         blocks, addresses = MOST_BLOCKS if ahead else 1, (*target.addresses(), *draft)
-        made_for = (
-            blocks,
-            drafting.gamma,
-            torch.get_num_threads(),
-            addresses,
-            drafting.ngrams,
-            drafting.past,
-            drafting.steps,
-            drafting.proposal is None,
-            *map(id, arrays),
-        )
+        how = drafting.gamma, drafting.ngrams, drafting.steps, drafting.proposal is None
+        made_for = (blocks, *how, torch.get_num_threads(), addresses, *map(id, arrays.values()))
         request = self._requests.get(drafting.gamma)
         if request is None or request.made_for != made_for:
-            request = self._requests[drafting.gamma] = _Request(self, made_for, target.vocab, arrays, drafting)
+            request = self._requests[drafting.gamma] = _Request(self, made_for, arrays, target.vocab, drafting)
         return self._run(request, target, drafting.proposal)
 
     def _drafting(self, gamma: int, vocab: int) -> "_Drafting":
@@ -143,14 +138,14 @@ class _Request:
         self,
         loop: CompiledLoop,
         made_for: tuple[Any, ...],
+        arrays: dict[str, np.ndarray | None],
         vocab: int,
-        arrays: tuple[np.ndarray | None, ...],
         drafting: _Drafting,
     ) -> None:
-        """arrays: tokens, lengths, prompt lengths, limits, end tokens, uniforms, and the length the draft has read."""
+        """made_for: number of blocks first. arrays: those that calls share, by their names in `Block`."""
         self.made_for, self._arrays = made_for, arrays
         self._proposal: Any = None
-        blocks, gamma, threads, addresses = made_for[:4]
+        blocks, gamma, past = made_for[0], drafting.gamma, drafting.past
         rows, sampling = len(loop.lengths_R), loop.settings.sampling
         self._sampled = not sampling.greedy
         self._seats_R = np.zeros(rows, dtype=np.int64)
@@ -158,14 +153,21 @@ class _Request:
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
         self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
         self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
-        tokens_RC, lengths_R, prompt_lengths_R, limits_R, ends_E, uniforms_RLG1U, read_R = arrays
-        assert tokens_RC is not None
-        assert ends_E is not None
-        assert uniforms_RLG1U is not None
-        target_model, target_layers, draft_model, draft_layers = addresses
-        draft_peaks_BR, peaks_BR = self.peaks_2BR
-        (longest, shortest), past = drafting.ngrams or (0, 0), drafting.past
-        stored = (None, None, None) if past is None else (past.tokens_N, past.hashes_M, past.starts_M)
+        own = {
+            "seats": self._seats_R,
+            "accepted": self._accepted_BR,
+            "drafted": self._drafted_BRG,
+            "ids": self._ids_BRG1,
+            "counts": self._counts_BR,
+            "sources": self._sources_BR,
+            "log_probs": self._log_probs_BRG1,
+            "overlap": self._overlap_BR,
+            "draft_peaks": self.peaks_2BR[0],
+            "peaks": self.peaks_2BR[1],
+            "seconds": self._seconds_B3,
+        }
+        target, target_layers, draft, draft_layers = made_for[6]
+        longest, shortest = drafting.ngrams or (0, 0)
         given, drafts = drafting.proposal is not None, drafting.model is not None and gamma > 0
         self._block = Block(
             blocks=blocks,
@@ -175,48 +177,26 @@ class _Request:
             proposer=GIVEN if given else MODEL if drafts else NOBODY,
             greedy_target=not self._sampled,
             greedy_draft=loop.drafts_greedily,
-            threads=threads,
-            columns=tokens_RC.shape[1],
+            threads=made_for[5],
+            columns=loop.tokens_RC.shape[1],
             vocabulary=vocab,
-            positions=uniforms_RLG1U.shape[1],
-            places=uniforms_RLG1U.shape[2],
+            positions=loop._uniforms_RLG1U.shape[1],
+            places=loop._uniforms_RLG1U.shape[2],
             longest_ngram=longest,
             shortest_ngram=shortest,
             steps=drafting.steps,
             past_tokens=0 if past is None else len(past.tokens_N),
             past_ngrams=0 if past is None else len(past.hashes_M),
-            target=target_model,
-            draft=draft_model,
+            target=target,
+            draft=draft,
             target_layers=target_layers,
             draft_layers=draft_layers,
-            last_end=address_of(ends_E) + ends_E.nbytes,
+            last_end=address_of(loop._ends_E) + loop._ends_E.nbytes,
             lenience=loop.settings.rule.lenience,
             sampling=_sampling(sampling, vocab),
             draft_sampling=_sampling(loop.draft_sampling, vocab),
+            **{name: address_of(array) for name, array in (arrays | own).items()},
         )
-        pointers = {
-            **dict(zip(("past", "past_hashes", "past_starts"), stored, strict=True)),
-            "seats": self._seats_R,
-            "tokens": tokens_RC,
-            "lengths": lengths_R,
-            "read": read_R,
-            "prompt_lengths": prompt_lengths_R,
-            "limits": limits_R,
-            "ends": ends_E,
-            "uniforms": uniforms_RLG1U if self._sampled else None,
-            "accepted": self._accepted_BR,
-            "drafted": self._drafted_BRG,
-            "ids": self._ids_BRG1,
-            "counts": self._counts_BR,
-            "sources": self._sources_BR,
-            "log_probs": self._log_probs_BRG1,
-            "overlap": self._overlap_BR,
-            "peaks": peaks_BR,
-            "draft_peaks": draft_peaks_BR,
-            "seconds": self._seconds_B3,
-        }
-        for name, array in pointers.items():
-            setattr(self._block, name, address_of(array))
         self.address = ctypes.addressof(self._block)
 
     def fill(self, active_R: np.ndarray, proposal: Proposal | None, most: int) -> None:
