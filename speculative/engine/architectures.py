@@ -73,7 +73,9 @@ class LayerParts(NamedTuple):
 
 
 class Parts:
-    """Parts and sizes of a plain decoder. Raises Unfit for an unsupported size or activation, AttributeError for names of another release."""
+    """Parts and sizes of a plain decoder. Raises Unfit for an unsupported size or activation, AttributeError for names
+    of another release.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         row, body, config = _row(model), model.base_model, model.config

@@ -3,13 +3,11 @@
 Two-layer random models in float32 on one CPU thread: near-ties do not occur with these seeds, so equality is exact.
 """
 
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from refusals import refused
-from tiny_models import VOCAB, generated, perturbed, prompts_of, texts, tiny_model
+from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -80,47 +78,6 @@ def test_counts_and_hook_describe_the_text():
         assert response.proposed_mask == mask
         assert response.key == prompts[index][0]
     assert 0 < timing.draft_seconds + timing.verify_seconds + timing.prefill_seconds <= timing.total_seconds
-
-
-SHORT = tiny_model(max_position_embeddings=32)
-FINE = [("fine", [1])]
-
-
-@pytest.mark.parametrize(
-    ("drafter", "prompts", "message"),
-    [
-        (ModelDrafter(DRAFT), [("empty", [])], "'empty' is empty"),
-        (ModelDrafter(DRAFT), [("strange", [1, VOCAB])], r"'strange' has token id 50 but the target knows ids 0\.\.49"),
-        (ModelDrafter(DRAFT), [("long", [1] * 250)], r"'long' has 250 tokens; with max_tokens = 10 .* context of 256"),
-        (ModelDrafter(SHORT), [("long", [1] * 30)], r"context of 32 of the draft"),
-        (ModelDrafter(tiny_model(vocab_size=40)), FINE, r"draft has logits for 40 token ids and the target for 50"),
-        (None, FINE, "gamma = 2 needs a draft"),
-        (DRAFT, FINE, "LlamaForCausalLM is not a drafter: give ModelDrafter"),
-        (ModelDrafter(DRAFT), ["hello"], "give pairs"),
-        (ModelDrafter(DRAFT), [[1, 2, 3]], "give pairs"),
-        (ModelDrafter(DRAFT), [("a", "hello")], "give pairs"),
-    ],
-)
-def test_what_cannot_be_decoded_is_refused_in_one_line(drafter, prompts, message):
-    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=10)
-    assert re.search(message, refused(lambda: decode(TARGET, drafter, prompts, settings)))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"gamma": -1},
-        {"gamma": "3"},
-        {"max_tokens": 0},
-        {"max_tokens": 5.0},
-        {"eos_ids": 2},
-        {"stop": "abc"},
-        {"seed": None},
-        {"min_tokens": 500},
-    ],
-)
-def test_odd_settings_are_refused_by_name(wrong):
-    assert next(iter(wrong)) in refused(lambda: DecodeSettings(**{"sampling": GREEDY, "gamma": 3, **wrong}))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

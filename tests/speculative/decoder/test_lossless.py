@@ -8,7 +8,6 @@ import dataclasses
 import numpy as np
 import pytest
 from host_rows import SMALL_DRAFT, sampled_text_p_value
-from refusals import refused
 from simulation import trials
 from tiny_models import generated, perturbed, prompts_of, texts, tiny_model
 
@@ -17,7 +16,6 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit, first_layers
 from speculative.drafters.gamma import FixedGamma
-from speculative.errors import UserError
 from speculative.rules.processors import LogitsRules
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -156,16 +154,3 @@ def test_early_exit_shares_the_targets_cache_and_weights(kind):
     shorter = first_layers(target, 3)
     assert {id(weight) for weight in shorter.parameters()} < {id(weight) for weight in target.parameters()}
     assert target.config.num_hidden_layers == 4
-
-
-def test_impossible_combinations_are_refused_in_one_line():
-    greedy = DecodeSettings(GREEDY, 3, Rule.named("greedy"), tree=TREE)
-    for wrong, message in (
-        ({"gamma": 2}, "depth 3"),
-        ({"sampling": SAMPLED, "rule": Rule.named("block")}, "does not support token trees"),
-        ({"rules": LogitsRules(repetition_penalty=2.0)}, "use a chain"),
-        ({"tree": None, "rule": Rule.named("block")}, "temperature 0"),
-    ):
-        assert message in refused(dataclasses.replace, greedy, **wrong)
-    with pytest.raises(UserError, match=r"must be 1\.\.1"):
-        EarlyExit(TARGET, 2)

@@ -3,14 +3,12 @@
 import functools
 import gc
 import itertools
-import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from refusals import refused
 from tiny_models import perturbed, prompts_of, texts, tiny_model
 
 from distill.models.load import EMBEDDED_FOLDER, load_tokenizer
@@ -19,7 +17,6 @@ from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import STOP, DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.early_exit import EarlyExit
-from speculative.drafters.gamma import AdaptiveGamma, FixedGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
@@ -202,25 +199,6 @@ def test_a_long_prompt_gets_what_the_context_leaves_and_costs_its_neighbours_not
     assert responses[0].response_ids == alone[0].response_ids
     with pytest.raises(UserError, match="'over' has 256 tokens but the target's context is 256: shorten it"):
         decode(TARGET, None, [("over", [1] * 256)], settings_of(GREEDY, "greedy", 0, fit_context=True))
-
-
-@pytest.mark.parametrize(
-    ("others", "arguments", "message"),
-    [
-        ({"stop": ("x",)}, {"tokenizer": None}, "stop strings need the tokenizer"),
-        ({"stop": ("",)}, {}, "stop has '': every stop string needs at least one character"),
-        ({"stop": ("a", 3)}, {}, "stop has 3"),
-        ({}, {"batch_size": 0}, "batch_size = 0"),
-        ({}, {"runner": "fast"}, "runner = 'fast'"),
-        ({}, {"runner": "graph"}, "needs a CUDA device"),
-        ({}, {"policy": AdaptiveGamma(9)}, "but gamma = 3"),
-        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": AdaptiveGamma(3)}, "a fixed gamma, its depth"),
-        ({"tree": TokenTree.from_branching((2, 1, 1))}, {"policy": FixedGamma(1)}, "FixedGamma\\(3\\)"),
-    ],
-)
-def test_what_cannot_be_done_is_reported_before_the_first_event(others, arguments, message):
-    said = refused(lambda: streamed(settings_of(GREEDY, "greedy", 3, **others), **arguments))
-    assert re.search(message, said)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -2,13 +2,8 @@
 
 import numpy as np
 import pytest
-from tiny_models import perturbed, tiny_model
 
 from speculative.drafters.gamma import AdaptiveGamma, BlockSeconds
-from speculative.errors import UserError
-
-TARGET = tiny_model()
-DRAFT = perturbed(TARGET)
 
 
 def simulate(policy, alphas, draft_step, blocks=400, verify_slope=0.05, seed=0):
@@ -158,8 +153,3 @@ def test_what_a_draft_proposed_after_the_first_rejection_changes_no_choice():
     assert chosen[0] == chosen[1]
     assert len(set(chosen[0])) > 2
     np.testing.assert_array_equal(*(policy.expected_tokens(active) for policy in policies))
-
-
-def test_odd_policies_are_refused():
-    with pytest.raises(UserError, match="max_gamma = 0: must be at least 1"):
-        AdaptiveGamma(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from host_rows import (
     HostRows,
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculative.drafters.lookup import Lookahead, PromptLookup, one_hot_proposal, proposal_width
-from speculative.errors import UserError
 
 
 def searched(text: list[int], min_ngram: int, max_ngram: int, gamma: int) -> list[int]:
@@ -48,12 +46,6 @@ def test_an_accelerator_sees_two_widths_only():
     assert proposal.ids_RG.tolist() == [[3, 0], [0, 0], [4, 5]]
     assert proposal.counts_R.tolist() == [1, 0, 2]
     assert one_hot_proposal([[3], [], [4, 5]], 5, other).ids_RG.shape == (3, 5)
-
-
-def test_an_empty_range_of_ngrams_is_refused():
-    for sizes in ((0, 0), (2, 3), (3, 0)):
-        with pytest.raises(UserError, match="must be 1 <= min_ngram <= max_ngram"):
-            PromptLookup(*sizes)
 
 
 Block = tuple[list[int], list[int], int]  # fed, predicted, accepted
@@ -107,8 +99,3 @@ def test_pooled_proposals_are_those_of_the_definition(steps, ngram, gamma, rando
             if rows.active[row]:
                 history[row].append((fed[-1], predicted[-1], accepted[-1]))
         rows.drafter.observe(np.array(fed), np.array(predicted), np.array(accepted))
-
-
-def test_an_ngram_without_a_continuation_is_refused():
-    with pytest.raises(UserError, match=r"ngram = 1: must be at least 2"):
-        Lookahead(1)

@@ -22,7 +22,6 @@ from speculative.drafters.drafter import CATCH_UP_TOKENS, ModelDrafter
 from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
-from speculative.errors import UserError
 from speculative.measure.baseline_replay import kept_by_lookup
 from speculative.measure.metrics import survival
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of
@@ -153,16 +152,6 @@ def test_other_ways_to_decode_leave_the_text_alone() -> None:
         live, _ = decode(target, ParallelDrafter(draft), small_prompts(4)[:2], settings)
         scores = score_tokens(draft, live, GREEDY, offsets=4)
         assert expected_blocks_of(scores, Rule.named("greedy"), (4,))[:, 0].tolist() == [one.blocks for one in live]
-
-
-def test_a_draft_that_is_not_parallel_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="has no mask token"):
-        ParallelDrafter(TARGET)
-    texts, _ = decode(TARGET, None, prompts_of([4]), DecodeSettings(max_tokens=4))
-    with pytest.raises(UserError, match="has no mask token"):
-        score_tokens(TARGET, texts, SAMPLED, offsets=3)
-    with pytest.raises(UserError, match="recurrent state"):
-        ParallelDrafter(marked(tiny_model("lfm2", layer_types=["conv", "full_attention"]), 3))
 
 
 def test_a_draft_is_asked_for_the_ways_it_knows() -> None:

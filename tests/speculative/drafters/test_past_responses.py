@@ -7,22 +7,16 @@ from collections import Counter
 import numpy as np
 import pytest
 from host_rows import (
-    TARGET,
     HostRows,
-    repeating_prompts,
     row_steps,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import VOCAB, tiny_model
+from tiny_models import tiny_model
 
-from speculative.decode import decode
-from speculative.decoder.responses import DecodeSettings
 from speculative.drafters import past_responses
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.errors import UserError
-from speculative.rules.rule import Rule
-from speculative.rules.sampling import GREEDY
 
 FOUR = tiny_model(vocab_size=4)
 
@@ -102,24 +96,3 @@ def test_longer_ngrams_are_kept_only_where_shorter_ones_are_ambiguous():
     twice = ResponseIndex.build([[1, 2, 3, 4], [5, 2, 3, 6]], 10, max_ngram=8)
     # 1, 2, 3 and 5 alone; then 1 2 and 5 2 and 2 3, the second token being said twice; then 1 2 3 and 5 2 3.
     assert len(twice.hashes_M) == 4 + 3 + 2
-
-
-def test_responses_that_cannot_be_stored_are_refused():
-    for responses, message in (
-        ([], "would be empty"),
-        ([[], []], "would be empty"),
-        ([[1, 2], [1, 4]], "the responses of the index have token id 4 but vocab_size is 4"),
-        ([[1, -1, 2]], "token id -1"),
-        ([[1, -7, 2]], "token id -7"),
-        ([[1], [2]], r"no response .* longer than min_ngram = 1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            ResponseIndex.build(responses, 4)
-    with pytest.raises(UserError, match="min_ngram <= max_ngram"):
-        ResponseIndex.build([[1, 2]], 4, min_ngram=3, max_ngram=2)
-
-
-def test_another_vocabulary_is_refused():
-    drafter = PastResponses(ResponseIndex.build([[1, 2, 3]], VOCAB - 1))
-    with pytest.raises(UserError, match=r"built for a vocabulary of 49 token ids but the target has 50"):
-        decode(TARGET, drafter, repeating_prompts(1), DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=4))

@@ -1,7 +1,6 @@
 """The ways to decode by name."""
 
 import pytest
-from refusals import refused
 from tiny_models import VOCAB, generated, perturbed, prompts_of, texts, tiny_model
 
 from speculative.decode import decode
@@ -25,11 +24,3 @@ def test_every_way_decodes_the_text_of_the_target(name: str) -> None:
     prompts = prompts_of([5, 9])
     responses = decode(TARGET, recipe.drafter(PARTS), prompts, settings)[0]
     assert texts(responses) == generated(TARGET, prompts, 12)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("draft", "draft needs a draft model"), ("past-responses", "past-responses needs past responses")],
-)
-def test_a_missing_part_is_refused(name: str, message: str) -> None:
-    assert refused(lambda: recipes()[name].drafter(Parts(TARGET))) == message

@@ -21,11 +21,9 @@ from table_models import (
 )
 from torch.nn.functional import pad
 
-from speculative.errors import UserError
 from speculative.rules import verify as token_verify
-from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, sample
-from speculative.rules.verify import draft_settings_for, residual_probs, verify, verify_block, verify_greedy
+from speculative.rules.verify import residual_probs, verify, verify_block, verify_greedy
 
 V = 4
 RULES = [pytest.param(verify, id="token"), pytest.param(verify_block, id="block")]
@@ -305,12 +303,3 @@ def test_real_coins_pass_a_chi_square_test_and_a_block_needs_its_own(rule, reuse
     expected = rows * target_text_probs(target, length)
     pvalue = stats.chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue
     assert pvalue > 1e-3 if lossless else pvalue < 1e-6
-
-
-def test_rules_that_contradict_the_settings_are_refused():
-    with pytest.raises(UserError, match="greedy-draft"):
-        draft_settings_for(Rule.named("greedy"), PLAIN)
-    with pytest.raises(UserError, match="argmax"):
-        draft_settings_for(Rule.named("argmax"), PLAIN)
-    assert draft_settings_for(Rule.named("greedy-draft"), SamplingSettings(0.7)).greedy
-    assert draft_settings_for(Rule.named("sample"), SamplingSettings(0.7)) == SamplingSettings(0.7)

@@ -16,14 +16,12 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.errors import UserError
 from speculative.explain.text_law import text_law
 from speculative.measure.replay import expected_blocks, texts_kept, texts_of
 from speculative.measure.token_scores import TokenScores
 from speculative.rules import verify as verify_module
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
-from speculative.rules.tree import TokenTree
 from speculative.rules.verify import lenient_ids, verify
 
 V = 5
@@ -154,10 +152,5 @@ def test_at_temperature_0_a_token_is_kept_if_its_bound_is_above_the_largest_prob
     assert lenient_ids(2.0, rows, torch.zeros(3, dtype=torch.int64), torch.arange(3)).tolist() == [0, 1, 0]
 
 
-def test_a_size_below_1_and_a_tree_are_refused_and_a_joint_rule_becomes_token_wise():
-    for size in (0.9, float("inf")):
-        with pytest.raises(UserError, match="must be at least 1"):
-            SAMPLE.lenient(size)
-    with pytest.raises(UserError, match="does not support token trees"):
-        replace(SAMPLED, rule=SAMPLE.lenient(2.0), tree=TokenTree.from_branching((2, 1, 1)))
+def test_a_joint_rule_becomes_token_wise():
     assert Rule.named("block").lenient(2.0) == SAMPLE.lenient(2.0)

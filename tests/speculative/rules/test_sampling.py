@@ -10,7 +10,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from speculative.errors import UserError
 from speculative.rules import sampling
 from speculative.rules.sampling import (
     SamplingSettings,
@@ -105,19 +104,3 @@ def test_numbers_of_blocks_are_all_different_and_those_of_plain_decoding_the_fir
     assert len(numbers.unique()) == numbers.numel()
     assert torch.equal(numbers[:, 0, :3], row_uniforms(7, "prompt", 30))
     assert torch.equal(numbers[:9], block_uniforms(7, "prompt", 9, 4, 5)), "a longer budget begins with the shorter one"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": 1e-40}, "at least 1e-30"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"min_p": 1.5}, "min_p"),
-    ],
-)
-def test_odd_settings_are_refused_by_name(wrong, name):
-    with pytest.raises(UserError, match=name):
-        SamplingSettings(**wrong)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table_models import TREES, token_trees
 
-from speculative.errors import UserError
 from speculative.rules.sampling import one_hot, sample
-from speculative.rules.tree import MAX_NODES, TokenTree, draw_children, top_children, verify_tree, verify_tree_greedy
+from speculative.rules.tree import TokenTree, draw_children, top_children, verify_tree, verify_tree_greedy
 
 
 @given(tree=token_trees(max_nodes=12))
@@ -34,28 +33,6 @@ def test_every_view_of_the_shape_agrees_with_the_parents(tree):
         assert family == [*tree.children[node], *[tree.children[node][0]] * missing]
     assert tensors.inner_I[tensors.inner_place_N1[list(tree.inner)]].tolist() == list(tree.inner)
     assert tree.on(torch.device("cpu")) is tensors, "copied once"
-
-
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        ((), "0 nodes"),
-        ((0,) * (MAX_NODES + 1), "1025 nodes"),
-        ((0, 2), "node 2 .* parent 2"),
-        ((0, -1), "node 2 .* parent -1"),
-        ((0, 0.5), r"node 2 .* parent 0\.5"),
-        ((0, 1, 0), "level by level"),
-    ],
-)
-def test_nonsense_parents_are_refused(parents, message):
-    with pytest.raises(UserError, match=message):
-        TokenTree(parents)
-
-
-@pytest.mark.parametrize("branching", [(), (0,), (2, 0), (2, -1), (1.5,), ("3",), (10, 10, 10, 10), (2,) * 64])
-def test_nonsense_branching_is_refused(branching):
-    with pytest.raises(UserError, match="token tree"):
-        TokenTree.from_branching(branching)
 
 
 def test_children_are_drawn_from_the_row_and_then_from_what_is_left_of_it():
