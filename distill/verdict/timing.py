@@ -17,8 +17,7 @@ from speculative.measure.intervals import Interval, lower_share, ratio_interval,
 from speculative.measure.measured import LOOKUP_DRAFT, TARGET, How, Measured, Way
 from speculative.measure.metrics import Waiting, alpha_with_interval
 from speculative.measure.timing import (
-    FEWEST_ROUNDS,
-    ROUND,
+    FEWEST_SAMPLES,
     Samples,
     Speed,
     SpeedEstimates,
@@ -228,7 +227,7 @@ def time_ways(
             setup.settings,
             imprecise=imprecise,
             seconds=setup.judge.speed_seconds,
-            least=min(max(fewest, FEWEST_ROUNDS * ROUND), len(chosen)),
+            least=min(FEWEST_SAMPLES, len(chosen)),
         )
         for error in refused.values():
             raise error

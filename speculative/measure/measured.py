@@ -31,8 +31,8 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What replay expects of a way. blocks_N: target calls (N,) for each held-out response. fitted_N: the same, cross-fitted where gamma and
-    sizes were chosen on few of the same prompts: at the setting that is best on the other half.
+    """What replay expects of a way. blocks_N: target calls (N,) for each held-out response. fitted_N: the same, cross-fitted where
+    gamma and sizes were chosen on few of the same prompts: at the setting that is best on the other half.
     """
 
     blocks_N: np.ndarray

@@ -52,8 +52,8 @@ REST_SECONDS = 0.5
 FEWEST_ROUNDS = 3
 # If timing has less than this share of the variance, the texts dominate and more timing does not help.
 SMALL_SHARE = 0.1
-# Under load: samples of each way, and blocks of a sample.
-LOAD_SAMPLES, LOAD_BLOCKS = 6, 16
+# Fewest samples of a way before timing may end, all of them under load; blocks of a sample under load.
+FEWEST_SAMPLES, LOAD_BLOCKS = FEWEST_ROUNDS * ROUND, 16
 NEXT_REQUESTS = 4  # a row, for those that end
 CLOCKED, CLOCK_TURNS = 32, 2  # fewest requests of a way whose waits are clocked; its turns
 
@@ -155,7 +155,7 @@ def requests_under_load(texts: Sequence[Text], load: int) -> Iterator[list[Promp
     prompts for the rows that end.
     """
     rng, ends = np.random.default_rng(0), np.cumsum([len(response) for _, response in texts])
-    for number in range(LOAD_SAMPLES):
+    for number in range(FEWEST_SAMPLES):
         requests = list[Sequence[int]]()
         for place in rng.integers(0, ends[-1], load).tolist():
             index = int(np.searchsorted(ends, place, side="right"))

@@ -11,7 +11,7 @@ from distill.verdict.timing import CERTAINLY_SLOWER, Timing
 from speculative.measure.effects import confidence_of
 from speculative.measure.intervals import lower_share
 from speculative.measure.measured import TARGET, Way
-from speculative.measure.timing import LOAD_SAMPLES, ROUND, Sample, SpeedEstimates, spread_order
+from speculative.measure.timing import FEWEST_SAMPLES, ROUND, Sample, SpeedEstimates, spread_order
 
 PROMPTS, TIMED, SPREAD = 64, 24, 0.25
 
@@ -40,13 +40,13 @@ def timing(truths: dict[str, float], rng: np.random.Generator) -> Timing:
 
 
 def timing_at_load(truths: dict[str, float], rng: np.random.Generator) -> Timing:
-    """The same at 8 requests: six samples of 16 blocks that differ by 2 %."""
+    """The same at 8 requests: samples of 16 blocks that differ by 2 %."""
     tokens = rng.integers(30, 120, PROMPTS).astype(float)
     blocks = {name: tokens / np.exp(rng.normal(np.log(2.0), SPREAD, PROMPTS)) for name in truths}
     samples = {}
     for name in (TARGET, *truths):
         rho = 1.0 if name == TARGET else 2.0 * np.exp(-(SPREAD**2) / 2.0) / truths[name]
-        seconds = 16 * rho * np.exp(0.02 * rng.standard_normal(LOAD_SAMPLES))
+        seconds = 16 * rho * np.exp(0.02 * rng.standard_normal(FEWEST_SAMPLES))
         samples[name] = {str(place): Sample(0.0, one, 32.0, 16, place // ROUND) for place, one in enumerate(seconds)}
     return timing_of(truths, samples, tokens, blocks, 8)
 
