@@ -16,29 +16,23 @@ from distill.verdict.scored_drafts import (
     draft_way,
     free_ways,
     score_all,
+    step_costs,
+    timed_gammas,
     typical_length,
     ways_of,
 )
 from distill.verdict.timing import Timing, time_ways, with_waits
-from speculative.decode import context_of
 from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
+from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.evaluate import Judgement, judge, judge_frozen
-from speculative.measure.cost import TIMED_BLOCKS as COST_BLOCKS
-from speculative.measure.cost import StepCosts, measure_costs
+from speculative.measure.cost import TIMED_BLOCKS, StepCosts
 from speculative.measure.load import LoadCurve, fit_roofline
 from speculative.measure.measured import LOOKUP_DRAFT
 from speculative.measure.metrics import Curve
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import TokenScores, scored_gammas
-
-SEARCHED_GAMMA = 16
-# Gammas of the calls that the roofline is fitted to. At a large load wide calls take long and add no information, so beyond the
-# first two gammas only calls of at most FITTED_TOKENS tokens are timed.
-FITTED_GAMMAS = (1, 3, 8, 16)
-FITTED_TOKENS = 64
-REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -142,20 +136,16 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     if not setup.judge.load:
         return Loads()
     best, scores = scored.drafts[-1], scored.scores[setup.rule]
-    context, _ = context_of(target, best.draft.drafter())
-    room = SEARCHED_GAMMA if context is None else context // (2 * (COST_BLOCKS + 2)) - 1
-    known = scored_gammas(scores[best.name], range(SEARCHED_GAMMA + 1))[-1]
-    most = max(setup.gamma, min(SEARCHED_GAMMA, room, known))
-    costs, warnings = _costs_at_loads(setup, target, best, context, most)
+    gammas = scored_gammas(scores[best.name], timed_gammas(scored.costs[best.name]))
+    costs, warnings = _costs_at_loads(setup, target, best, max(gammas))
     costs = [scored.costs[best.name], *costs]
-    gammas = range(1, most + 1)
     blocks_G = expected_blocks_of(scores[best.name], setup.rule, gammas).sum(0)
     taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
     then = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].behind)
     timings = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
-    of_one = (first[best.name].gamma if best.name in first else 0) or most
+    of_one = (first[best.name].gamma if best.name in first else 0) or max(gammas)
     for at_load in costs[1:]:
         ways = [
             draft_way(setup, best.name, best.draft.drafter, scores[best.name], at_load, gammas[:of_one]),
@@ -177,26 +167,18 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
 
 
 def _costs_at_loads(
-    setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, context: int | None, most: int
+    setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, gamma: int
 ) -> tuple[list[StepCosts], list[str]]:
-    """Stage times at every load beyond one request that fits memory, and a warning for each other load."""
-    costs: list[StepCosts] = []
-    warnings, needed = [], (COST_BLOCKS + 2) * (most + 1)
-    typical = typical_length(setup.frozen)
-    typical = typical if context is None else max(2, min(typical, context - needed))
+    """Stage times at every load beyond one request that fits memory, and a warning for each other load. gamma: the largest."""
+    costs, warnings, typical = list[StepCosts](), list[str](), typical_length(setup.frozen)
     for load in sorted(set(setup.judge.load) - {1}):
         try:
-            check_memory(target, best.draft.model, load, typical + needed, most + 1)
+            check_memory(target, best.draft.model, load, typical + (TIMED_BLOCKS + 2) * (gamma + 1), gamma + 1)
         except UserError as error:
             warnings.append(f"judge.load {load} was not measured: {error}")
             continue
-        widest = min(most, max(FITTED_GAMMAS[1], FITTED_TOKENS // load - 1))
-        gammas: Sequence[int] = [gamma for gamma in FITTED_GAMMAS if gamma <= widest]
-        costs.append(
-            measure_costs(
-                target, best.draft, setup.settings, gammas=gammas, batch_size=load, context=typical, repeats=REPEATS
-            )
-        )
+        context = min(setup.context, max_positions(best.draft.model.config) or setup.context)
+        costs.append(step_costs(setup.judge, setup.settings, target, best.draft, context, typical, load))
     return costs, warnings
 
 

@@ -49,6 +49,7 @@ from speculative.rules.rule import Rule
 
 # Share of judge.speed_seconds for the steps of each pair of shapes.
 COSTS_SHARE = 1 / 6
+WIDEST = 64  # tokens of the widest call that is timed under load, beyond the first three gammas
 # At most this many past responses are searched, about as many as an engine keeps.
 MOST_PAST = 10_000
 # Training responses that prompt lookup is tuned on. Using more of them only takes longer.
@@ -180,20 +181,27 @@ def step_costs(
     draft: Draft,
     context_limit: int,
     typical: int = 128,
+    load: int = 1,
 ) -> StepCosts:
-    """Stage times of this pair at batch 1 under a rule, at gammas up to 16 that fit the context.
+    """Stage times of this pair at a load under a rule, at gammas up to 16 that fit the context; at a large load, where wide calls take long
+    and add no information, only calls of at most WIDEST tokens beyond the first three gammas.
 
     judging: CPU threads and the time for timing, of which the steps get COSTS_SHARE. settings: rule, sampling and a gamma that is always
     measured. typical: tokens of context at which steps are timed, or fewer if they do not fit.
     """
     blocks, gamma = TIMED_BLOCKS, settings.gamma
-    gammas = sorted(
-        g for g in {1, 2, 3, 5, 8, 12, 16, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32
-    )
+    every = [1, 2, 3, *(g for g in (5, 8, 12, 16) if load == 1 or load * (g + 1) <= WIDEST)]
+    gammas = sorted(g for g in {*every, gamma} if g <= gamma or (blocks + 3) * (g + 1) < context_limit - 32)
     context = max(2, min(typical, context_limit - (blocks + 3) * (max(gammas) + 1)))
     with cpu_threads(judging.speed_threads):
         return measure_costs(
-            target, draft, settings, gammas=gammas, context=context, seconds=COSTS_SHARE * judging.speed_seconds
+            target,
+            draft,
+            settings,
+            gammas=gammas,
+            batch_size=load,
+            context=context,
+            seconds=COSTS_SHARE * judging.speed_seconds,
         )
 
 

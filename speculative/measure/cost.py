@@ -173,11 +173,6 @@ def predicted_speed_up(tau: float, gamma: int, c: float, v: float) -> float:
     return tau / (gamma * c + v)
 
 
-def predicted_speed_ups(taus: Mapping[int, float], costs: StepCosts) -> dict[int, float]:
-    """`StepCosts.speed_up` at every gamma of `taus`."""
-    return {gamma: costs.speed_up(gamma, tau) for gamma, tau in taus.items()}
-
-
 def first_near_best(steps_K: np.ndarray) -> int:
     """Place of the first of these times (K,) that is at most NEAR_BEST above the smallest: timing cannot tell them apart."""
     return int((steps_K <= (1.0 + NEAR_BEST) * steps_K.min()).argmax())
@@ -194,7 +189,7 @@ def gamma_to_run(speed_ups: Mapping[int, float]) -> tuple[int, float]:
 
 def best_gamma(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, float]:
     """The gamma of `taus` with the highest predicted speed-up, and that speed-up; (0, 1.0) when none beats 1."""
-    speed_ups = predicted_speed_ups(taus, costs)
+    speed_ups = {gamma: costs.speed_up(gamma, tau) for gamma, tau in taus.items()}
     gamma = max(speed_ups, key=speed_ups.__getitem__, default=0)
     return (gamma, speed_ups[gamma]) if gamma and speed_ups[gamma] > 1.0 else (0, 1.0)
 
@@ -203,7 +198,7 @@ def near_best_gammas(taus: Mapping[int, float], costs: StepCosts) -> tuple[int, 
     """The gammas around the best one whose predicted speed-up is within a share `NEAR_BEST`, or twice the spread of the costs if that is
     more: first and last; None when none pays.
     """
-    speed_ups = predicted_speed_ups(taus, costs)
+    speed_ups = {gamma: costs.speed_up(gamma, tau) for gamma, tau in taus.items()}
     best, speed_up = best_gamma(taus, costs)
     if best == 0:
         return None

@@ -150,6 +150,6 @@ def test_the_sentence_on_limits_by_hand() -> None:
 
 def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.MonkeyPatch) -> None:
     target, scored, evidence = judged
-    monkeypatch.delattr(evidence_module, "measure_costs")
+    monkeypatch.delattr(evidence_module, "step_costs")
     silent = replace(evidence.setup, judge=evidence.setup.judge.model_copy(update={"load": ()}))
     assert time_at_loads(silent, target.model, scored, evidence.timing) == Loads()
