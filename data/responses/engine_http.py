@@ -36,7 +36,8 @@ def engine_http(
     ``timeout`` seconds per read.
 
     ``key``: sent as a bearer token. ``direct``: ignore proxies of the environment, as always for this machine. Requests raise
-    UserError for a redirect to another server or an answer that is too long.
+    UserError for a redirect to another server or an answer that is too long. A response's extensions have `sent`, when its request was
+    sent, and `arrivals`, (when, bytes until then) of each part; by `time.perf_counter`.
     """
     home = httpx2.URL(url)
     direct = direct or home.host == "0.0.0.0" or is_loopback(home.host)
@@ -51,16 +52,18 @@ def engine_http(
             del request.headers[name]
         if key:
             request.headers["authorization"] = f"Bearer {key}"
+        request.extensions["sent"] = time.perf_counter()
 
     def arrive(response: httpx2.Response) -> None:
         # Plain bytes were requested: a compressed answer could exceed the limit.
         response.headers.pop("content-encoding", None)
-        stream, body = response.stream, bytearray()
+        stream, body, arrivals = response.stream, bytearray(), list[tuple[float, int]]()
+        response.extensions |= {"sent": response.request.extensions["sent"], "arrivals": arrivals}
         assert isinstance(stream, httpx2.SyncByteStream)
         with contextlib.closing(stream):
             for part in stream:
-                response.extensions.setdefault("first_part", time.perf_counter())
                 body += part
+                arrivals.append((time.perf_counter(), len(body)))
                 if len(body) > most_bytes:
                     raise UserError(f"{url}: its answer is longer than {most_bytes:,} bytes; is this an engine?")
         response.stream = httpx2.ByteStream(bytes(body))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from eagle_head import write_eagle_head
-from engine_process import ROOT, Server, raw_vllm
+from engine_process import Server, built, raw_vllm
 from function_heads import write_heads
 from tiny_training import tiny_tokenizer
 
@@ -25,13 +25,7 @@ from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.measured import TARGET
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(340),
-    pytest.mark.skipif(
-        not (ROOT / ".venv-vllm" / "ready").exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"
-    ),
-]
+pytestmark = built(".venv-vllm")
 GAMMA, PROMPTS, TOKENS = 3, 6, 24
 FLAGS = ["--enforce-eager", "--dtype", "float32"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

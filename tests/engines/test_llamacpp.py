@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import LLAMA_ALONE, LLAMA_EXACT, ROOT, Server, serving
+from engine_process import LLAMA_ALONE, LLAMA_EXACT, ROOT, Server, built, serving
 from processes import free_port
 from timed_run import write_verdict
 
@@ -34,11 +34,7 @@ from distill.run.readback_record import ReadbackRecord
 from speculative.measure.engine_costs import EngineCosts
 
 BUILT = ROOT / ".venv-llamacpp" / "ready"
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(340),
-    pytest.mark.skipif(not BUILT.exists(), reason="no llama.cpp in .venv-llamacpp: `make engines` builds it"),
-]
+pytestmark = built(".venv-llamacpp")
 GAMMA = 3
 BIN, SOURCE = BUILT.parent / "bin", BUILT.parent / "source/vendor/llama.cpp"
 

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_process import ROOT
+from engine_process import ROOT, built
 
 from data.responses.store import Store
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES
@@ -18,11 +18,7 @@ from distill.models.load import EMBEDDED_FOLDER
 from distill.run.responses import frozen_responses_of
 
 BUILT = ROOT / ".venv-openvino" / "ready"
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(340),
-    pytest.mark.skipif(not BUILT.exists(), reason="no OpenVINO GenAI in .venv-openvino: `make engines` builds it"),
-]
+pytestmark = built(".venv-openvino")
 GAMMA, PROMPTS, MOST = 3, 12, 30
 BIN = BUILT.parent / "bin"
 # Ids of each response, with the accepted and the drafted tokens of the engine's own counts.

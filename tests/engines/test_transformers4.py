@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from engine_process import ROOT
+from engine_process import ROOT, built
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
@@ -15,11 +15,7 @@ from distill.export.export import export_draft
 from distill.export.facts import RunFacts
 
 BUILT = ROOT / ".venv-transformers4" / "ready"
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(340),
-    pytest.mark.skipif(not BUILT.exists(), reason="no transformers 4 in .venv-transformers4: `make engines` builds it"),
-]
+pytestmark = built(".venv-transformers4")
 PLAIN = {"rope_type": "default", "rope_theta": 50_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 HALF = PLAIN | {"partial_rotary_factor": 0.5}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import ROOT, Server, serving
+from engine_process import ROOT, Server, built, serving
 from tiny_training import tiny_tokenizer
 
 from distill.commands.drift.drift import drift_command
@@ -34,11 +34,7 @@ from speculative.errors import UserError
 from speculative.measure.replay import WORRYING_Z
 
 BUILT = ROOT / ".venv-vllm" / "ready"
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(340),
-    pytest.mark.skipif(not BUILT.exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"),
-]
+pytestmark = built(".venv-vllm")
 GAMMA = 3
 # float32 and no compiled graphs: greedy text is the run's own token for token. The CPU platform wants model runner V1.
 FLAGS = ["--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed"]

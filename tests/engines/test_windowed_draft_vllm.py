@@ -5,9 +5,8 @@ writes the target's text.
 import os
 import subprocess
 
-import pytest
 import torch
-from engine_process import ROOT
+from engine_process import ROOT, built
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
 
@@ -16,11 +15,7 @@ from distill.engines.protocol.verdict import check
 from distill.models.target import load_target_side
 
 BUILT = ROOT / ".venv-vllm" / "ready"
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not BUILT.exists(), reason="no vLLM in .venv-vllm: `make engines` builds it"),
-]
+pytestmark = built(".venv-vllm", 600)
 FLAG = "--disable-hybrid-kv-cache-manager"
 
 

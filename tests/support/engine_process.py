@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 from processes import free_port
 
 from data.responses.engine_http import answers
@@ -19,6 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Of llama.cpp. Its threads wait for each other in a loop: on a busy machine two of them take a hundred times as long as one.
 LLAMA_EXACT = ["--weights", "f32", "--draft-weights", "f32"]
 LLAMA_ALONE = ["-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per-slot", "384"]
+
+
+def built(environment: str, seconds: int = 340) -> list[pytest.MarkDecorator]:
+    """The marks of tests of an engine that `make engines` builds."""
+    reason = f"no {environment}: `make engines` builds it"
+    missing = pytest.mark.skipif(not (ROOT / environment / "ready").exists(), reason=reason)
+    return [pytest.mark.engine, pytest.mark.timeout(seconds), missing]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from speculative.measure.engine_blocks import (
     tau_of,
 )
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
-from speculative.measure.measured import DRAFT, Measured
+from speculative.measure.measured import DRAFT, TARGET, Measured
 from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
 from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
 from speculative.measure.token_scores import TokenScores, score_tokens
@@ -321,6 +321,24 @@ def served_row(
         ),
     )
     return row, speed
+
+
+def plain_row(replies: Replies, served: Measured, tokens_per_second: float) -> Measured:
+    """The row of the same engine without the draft."""
+    return Measured(
+        TARGET,
+        served.rule,
+        served.concurrency,
+        SERVED_TEXT,
+        served.prompts,
+        sum(answer.tokens for answer in replies.plain),
+        0,
+        tau=1.0,
+        tokens_per_second=tokens_per_second,
+        speed_up=1.0,
+        **waits(replies.plain),
+        how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"),
+    )
 
 
 def pace(answers: Sequence[Answer], plain: Sequence[Answer], prompts: Sequence[Hashable]) -> Pace:

@@ -4,7 +4,6 @@ With `--run RUN` what is expected is replay of that run's draft. With `--target 
 expected.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,9 +15,9 @@ from data.responses.endpoint_keys import key_in
 from distill.commands.output import check_known, check_writable
 from distill.commands.readback.asking import AnswerFile, Replies, ask
 from distill.commands.readback.causes import text_causes
-from distill.commands.readback.comparison import served_row, waits
+from distill.commands.readback.comparison import plain_row, served_row
 from distill.commands.readback.options import ReadbackOptions
-from distill.commands.readback.source import Judged, Source, of_prompts, of_run
+from distill.commands.readback.source import Source, of_prompts, of_run
 from distill.config.layout import ANSWERS, GREEDY_ANSWERS, PLAIN_ANSWERS, READBACK
 from distill.engines.protocol.client import EngineClient
 from distill.engines.protocol.engine import engine_in
@@ -31,7 +30,6 @@ from speculative.decoder.responses import Response
 from speculative.errors import UserError
 from speculative.explain.text_law import TextLaw, text_law
 from speculative.measure.engine_blocks import Decoded
-from speculative.measure.measured import TARGET
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.rules.rule import RULES
 
@@ -133,6 +131,8 @@ def _record(
     causes = text_causes(law) if law is not None else []
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
+    served, speed = served_row(main, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
+    alone = [] if speed.plain is None else [plain_row(main, served, speed.plain)]
     return ReadbackRecord(
         format=3,
         engine=client.engine.name,
@@ -143,7 +143,12 @@ def _record(
         target=options.target,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         sampling=main.settings.sampling.as_dict() | {"max_tokens": main.settings.max_tokens},
-        **_measured(options, main, judged),
+        measured=[served, *judged.rows[:1], *alone, *judged.rows[1:]],
+        survival=judged.survival | ({} if counted.survival is None else {"served": counted.survival}),
+        survival_ci=counted.survival_ci,
+        tokens_per_second_ci=speed.tokens_per_second_ci,
+        latency=speed.latency,
+        latency_ci=speed.latency_ci,
         z=judged.z,
         agrees=not causes,
         greedy=texts,
@@ -151,38 +156,6 @@ def _record(
         causes=causes,
         notes=notes + judged.notes,
     )
-
-
-def _measured(options: ReadbackOptions, replies: Replies, judged: Judged) -> Mapping[str, Any]:
-    """Return the numeric keys of `ReadbackRecord`."""
-    counted = judged.counted
-    served, speed = served_row(replies, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
-    rows = [served, *judged.rows[:1]]
-    if speed.plain is not None:
-        rows.append(
-            replace(
-                served,
-                way=TARGET,
-                tokens=sum(answer.tokens for answer in replies.plain),
-                gamma=0,
-                tau=1.0,
-                tau_ci=None,
-                accepted_per_drafted=None,
-                tokens_per_second=speed.plain,
-                speed_up=1.0,
-                speed_up_ci=None,
-                how=dict.fromkeys(("tokens_per_second", "first_token_ms", "per_token_ms"), "served"),
-                **waits(replies.plain),
-            )
-        )
-    return {
-        "measured": rows + judged.rows[1:],
-        "survival": judged.survival | ({} if counted.survival is None else {"served": counted.survival}),
-        "survival_ci": counted.survival_ci,
-        "tokens_per_second_ci": speed.tokens_per_second_ci,
-        "latency": speed.latency,
-        "latency_ci": speed.latency_ci,
-    }
 
 
 def _greedy_texts(replies: Replies | None, target: Target) -> tuple[GreedyTexts | None, list[str]]:

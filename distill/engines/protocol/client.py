@@ -5,16 +5,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from http import HTTPStatus
 from statistics import mode
 from typing import Any
 
-import httpx2
-
 from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
-from data.responses.engine_http import engine_http, page_at, within
+from data.responses.engine_http import page_at
 from distill.engines.protocol.counters import PAGES, ServerCounts, parse_page
 from distill.engines.protocol.counts import CountsError, RequestCounts
 from distill.engines.protocol.engine import STREAM, UNKNOWN, Engine, counts_of, known_engines, read_counts
@@ -92,7 +89,8 @@ class EngineClient(EndpointTarget):
         headers = _LAST if dialect.closes_streams and options.get("stream") else None
         response = self._response(list(prompt_ids), headers, **options)
         seconds, content = time.perf_counter() - start, response.content
-        first = None if content.lstrip().startswith(b"{") else response.extensions.get("first_part", start) - start
+        arrivals = response.extensions["arrivals"] or [(start, 0)]
+        first = None if content.lstrip().startswith(b"{") else arrivals[0][0] - start
         whole = json.loads if first is None else _joined
         return self._ask(lambda: self.read(whole(content), settings, key, seconds, first))
 
@@ -101,31 +99,30 @@ class EngineClient(EndpointTarget):
 
         Raises UserError: the server is gone or cannot answer, counts no tokens, or counts contradict themselves.
         """
-        url, counts, seconds, tokens, drafted = self.endpoint.url, None, list[float](), list[int](), list[int]()
-        body = request_of(settings, "time") | {"model": self.model, "prompt": list(prompt_ids), "ignore_eos": True}
-        body |= {"stop_token_ids": []} | STREAM | dict(self.engine.dialect.timed(settings.seed))
-        http, sent, parts = self._streaming, time.perf_counter(), list[tuple[float, str]]()
-        try:
-            ended = within(self.endpoint.timeout, url, http.close)
-            with ended, http.stream("POST", f"{url}/completions", json=body, headers=_LAST) as reply:
-                for line in reply.raise_for_status().iter_lines():
-                    if line.startswith("data: {"):
-                        parts.append((time.perf_counter(), line))
-            # Read only now: the engine may share the processor with us.
-            for second, line in parts:
-                part = json.loads(line.removeprefix("data: "))
+        options = request_of(settings, "time") | {"ignore_eos": True, "stop_token_ids": []} | STREAM
+        response = self._response(list(prompt_ids), _LAST, **options | dict(self.engine.dialect.timed(settings.seed)))
+        counts, seconds, tokens, drafted, end = None, list[float](), list[int](), list[int](), 0
+
+        def read() -> None:
+            nonlocal counts, end
+            for line in response.content.splitlines(keepends=True):
+                end += len(line)
+                if not line.startswith(b"data: {"):
+                    continue
+                part = json.loads(line.removeprefix(b"data: "))
                 counts = read_counts(part) or counts
                 ids = _ids_in((part.get("choices") or [{}])[0]) or ()
                 made, tried = self.engine.dialect.progress(part) or (sum(tokens) + len(ids), 0)
                 if made > sum(tokens):
-                    seconds.append(second)
+                    seconds.append(next(second for second, size in response.extensions["arrivals"] if size >= end))
                     tokens.append(made - sum(tokens))
                 if tried > sum(drafted):
                     drafted.append(tried - sum(drafted))
             if sum(tokens) != settings.max_tokens:
                 raise ValueError(f"{sum(tokens)} tokens are counted in a stream of {settings.max_tokens} tokens")
-        except (httpx2.HTTPError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{url}: {self.no_completion.format(said=' '.join(str(error).split())[:200])}") from error
+
+        self._ask(read)  # Only now: the engine may share the processor with us.
+        sent = response.extensions["sent"]
         after = sum(tokens) - 1
         if counts is None or not (blocks := after - (counts.accepted or 0) if counts.blocks is None else counts.blocks):
             return Stream(sent, seconds, after), 0
@@ -152,18 +149,6 @@ class EngineClient(EndpointTarget):
         except CountsError as error:
             raise UserError(f"{self.endpoint.url}: the counts of {key} contradict themselves: {error}") from error
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body, first)
-
-    @cached_property
-    def _streaming(self) -> httpx2.Client:
-        http = engine_http(self.endpoint.url, self.key, timeout=self.endpoint.timeout)
-        http.event_hooks = http.event_hooks | {"response": []}  # It would wait for the whole answer.
-        return http
-
-    def close(self) -> None:
-        """End all requests, also streams; later ones get other clients."""
-        super().close()
-        if (http := self.__dict__.pop("_streaming", None)) is not None:
-            http.close()
 
     def scrape(self, settle: bool = False) -> ServerCounts | None:
         """Read the server's counters; None if it has none for drafts; UserError if they contradict themselves.

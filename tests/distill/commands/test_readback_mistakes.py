@@ -116,7 +116,7 @@ def test_answers_of_many_threads_stay_whole_and_damaged_lines_cost_themselves_on
 )
 def test_a_stream_that_breaks_off_is_no_answer(sent: bytes, said: str) -> None:
     client = engine_client.EngineClient("http://127.0.0.1:9", None, 100)
-    response = SimpleNamespace(content=sent, extensions={"first_part": 1.0} if sent else {})
+    response = SimpleNamespace(content=sent, extensions={"arrivals": [(1.0, len(sent))] if sent else []})
     client._response = lambda *_, **__: response  # type: ignore[method-assign]
     with pytest.raises(UserError, match=said):
         client.ask([1], DecodeSettings(max_tokens=4), "a")
