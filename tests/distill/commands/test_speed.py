@@ -24,7 +24,6 @@ from distill.commands.probe.screen import assumptions
 from distill.commands.readback.asking import AnswerFile, Replies
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
-from distill.commands.readback.source import _gammas
 from distill.commands.readback.speed import check_speed, seen_in
 from distill.config.layout import ENGINE_COSTS, VERDICT
 from distill.engines.protocol.client import Answer, EngineClient
@@ -34,10 +33,8 @@ from distill.report.measured import engine_parts
 from distill.report.page import write_page
 from distill.report.screen import last_screen
 from distill.report.sections.readback import speed_table
-from distill.run.frozen_text import FrozenText
 from distill.run.readback_record import load_readback
 from distill.run.verdict_record import Verdict, load_verdict
-from speculative.drafters.draft import Draft
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
 
 LOADS = (1, 4)
@@ -150,14 +147,6 @@ def test_only_the_engine_that_was_timed_gets_its_gammas() -> None:
     assert gamma_plan(verdict, engine="SGLang") == gamma_plan(verdict) == gamma_plan(verdict_of())
     never = gamma_plan(verdict_of(engine=costs_of(draft=0.1)), engine="vLLM")
     assert (never.gamma, never.gain, never.by_load) == (3, False, ((1, 4096, 0),))
-
-
-def test_readback_expects_the_gammas_of_the_engine_first(run: Path, frozen: FrozenText, draft: Any) -> None:
-    verdict = verdict_of(engine=costs_of(draft=0.004))
-    best = gamma_plan(verdict, engine="vLLM").gamma
-    assert best != 3
-    found = _gammas(ReadbackOptions("", run), frozen, verdict, Draft(draft), "vLLM")
-    assert (found[0], 3 in found) == (best, True)
 
 
 def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Replies:

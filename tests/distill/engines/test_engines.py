@@ -2,8 +2,8 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,11 +11,10 @@ from engine_facts import DRAFT, GOOD, TARGET, TAUS, calls, options, tensorrt_fil
 from transformers import CONFIG_MAPPING
 
 from distill.engines.protocol.engine import known_engines
-from distill.engines.protocol.facts import EngineFacts, OnePass, _layer_kinds, gather_facts
+from distill.engines.protocol.facts import EngineFacts, OnePass, _layer_kinds
 from distill.engines.protocol.verdict import check, check_all, check_directory_name, others, places, with_places
 from distill.engines.vllm import rerouted_word
 from distill.export.facts import _lookups_of
-from distill.models.target import TargetSide
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
 from speculative.measure.measured import BY_BLOCK, BY_TOKEN, LOOKUP, LOOKUP_DRAFT, Measured
@@ -359,63 +358,22 @@ def test_each_engine_says_its_rule_and_what_replay_predicts_for_it():
     assert "was not measured" in check("vLLM", replace(GOOD, taus={}, measured_rule=None)).rule_note
 
 
-@pytest.mark.parametrize("path", ["/m/eagle-draft", "/m/Eagle3/x", "/DFlash/x", "runs/my_dspark2", "/home/EAGLE-x/out"])
-def test_names_that_vllm_reroutes_are_refused(path):
-    assert rerouted_word(path) is not None
-    with pytest.raises(UserError, match="vLLM"):
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        *(
+            (path, "vLLM")
+            for path in ("/m/eagle-draft", "/m/Eagle3/x", "/DFlash/x", "runs/my_dspark2", "/home/EAGLE-x/out")
+        ),
+        *((path, "JSON cannot hold") for path in ('/m/a"b', "/m/a\\b")),
+        *((path, None) for path in ("/m/draft", "/m/eagle/draft", "runs/flash", "/home/beagle/x")),
+    ],
+)
+def test_paths_that_no_engine_serves_are_refused(path, fault):
+    """vLLM selects another method by a word in the path."""
+    assert (rerouted_word(path) is not None) == (fault == "vLLM")
+    with pytest.raises(UserError, match=fault) if fault else nullcontext():
         check_directory_name(path)
-
-
-@pytest.mark.parametrize("path", ['/m/a"b', "/m/a\\b"])
-def test_a_path_that_no_json_in_a_command_holds_is_refused(path):
-    with pytest.raises(UserError, match="JSON cannot hold"):
-        check_directory_name(path)
-
-
-@pytest.mark.parametrize("path", ["/m/draft", "/m/eagle/draft", "runs/flash", "/home/beagle/x"])
-def test_other_names_pass(path):
-    check_directory_name(path)
-    assert rerouted_word(path) is None
-
-
-class Vocabulary:
-    """As much of a tokenizer as the facts need."""
-
-    def __init__(self, words, added=(), ends=()):
-        self.words, self.added, self.ends = words, added, ends
-
-    def __call__(self, text):
-        assert text == ""
-        return {"input_ids": list(self.ends)}
-
-    def get_vocab(self):
-        return {word: i for i, word in enumerate([*self.words, *self.added])}
-
-    def get_added_vocab(self):
-        return {word: len(self.words) + i for i, word in enumerate(self.added)}
-
-
-def config(rows, **fields):
-    made = SimpleNamespace(vocab_size=rows, model_type="llama", num_hidden_layers=1, **fields)
-    made.get_text_config = lambda decoder=None: made
-    return made
-
-
-def facts_of(target_tokenizer, draft_tokenizer, **target_fields):
-    target = TargetSide("t", config(12, max_position_embeddings=256, **target_fields), target_tokenizer, None)
-    draft = TargetSide("d", config(10, max_position_embeddings=64), draft_tokenizer, None)
-    return gather_facts(target, draft, "/d", gamma=3, measured_rule="greedy")
-
-
-def test_facts_of_different_tokenizers():
-    facts = facts_of(
-        Vocabulary("abcdefgh", added=["<x>"]), Vocabulary("aBcdefgh", ends=[2]), quantization_config={"bits": 4}
-    )
-    assert facts.first_difference == (1, "b", "B")
-    assert facts.first_difference_from_5 == (8, "<x>", None)
-    assert set(facts.differences) == {"added", "ends"}
-    assert facts.token_rows == 9
-    assert facts.target_quantised
 
 
 def test_a_draft_of_one_pass_where_the_engine_has_it_and_token_by_token_elsewhere():
