@@ -61,7 +61,7 @@ class Decoding:
     def __call__(
         self,
         target: PreTrainedModel,
-        entry: NamedDraft | None,
+        proposer: NamedDraft | None,
         prompts: Sequence[Prompt],
         settings: DecodeSettings,
         batch_size: int,
@@ -71,7 +71,7 @@ class Decoding:
 
         log: for every drafted token. Raises UserError for everything that `decode` refuses.
         """
-        draft = entry.draft if entry is not None else None
+        draft = proposer.draft if proposer is not None else None
         if self.run is None:
             return _decoded(target, draft, prompts, settings, batch_size, log)
         order = sorted(range(len(prompts)), key=lambda index: (len(prompts[index][1]), prompts[index][0]))
@@ -86,7 +86,7 @@ class Decoding:
         )
         job = Job(
             f"verdict-{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}",
-            (entry.path, entry.draft.drafting) if entry is not None else None,
+            (proposer.path, proposer.draft.drafting) if proposer is not None else None,
             [sorted_prompts[place : place + size] for place in range(0, len(sorted_prompts), size)],
             settings,
             size,

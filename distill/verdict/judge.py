@@ -143,18 +143,16 @@ class DraftJudge:
 
         def sums_of(texts: Sequence[HeldoutResponse]) -> list[list[float]]:
             sums, keys = replay_sums(draft, texts, self.settings), [response.prompt for response in texts]
-            both = [sum_by_prompt(keys, np.array(columns)).tolist() for columns in (sums.accepted_N, sums.tokens_N)]
-            return [list(columns) for columns in zip(*both, strict=True)]
+            accepted_P, tokens_P = (sum_by_prompt(keys, np.array(own_N)) for own_N in (sums.accepted_N, sums.tokens_N))
+            return np.stack((accepted_P, tokens_P), 1).tolist()
 
         def work(group: Sequence[HeldoutResponse]) -> dict[str, list[list[float]]]:
             places = {response.prompt: place for place, response in enumerate(group)}
             new = [answer for _, answer in server.each(again, group)]
             stored = [response for response in self.heldout[rule] if response.prompt in places]
-            both = {"new": new, "stored": stored}
-            return {
-                which: sums_of(sorted(columns, key=lambda response: places[response.prompt]))
-                for which, columns in both.items()
-            }
+            stored.sort(key=lambda response: places[response.prompt])
+            new.sort(key=lambda response: places[response.prompt])
+            return {"new": sums_of(new), "stored": sums_of(stored)}
 
         found = self.run.dealt(parts, f"fresh-{digest}", groups, work)
         new, stored = (np.array([sums for part in found for sums in part[which]]) for which in ("new", "stored"))

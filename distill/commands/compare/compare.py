@@ -78,8 +78,8 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     _refuse_early(options)
     text = load_text(options)
     gamma = options.gamma or text.config.judge.gamma
-    entries = read_drafts(text, options.drafts, gamma, options.timing)
-    result = comparison(text, entries, gamma)
+    scored_ways = read_drafts(text, options.drafts, gamma, options.timing)
+    result = comparison(text, scored_ways, gamma)
     judged, failures = judge_gates(result, gates, OTHERS in (options.fail_below or ()))
     result = result.model_copy(update={"gates": judged, "failures": failures})
     write_asked("--out", options.out, result.record())
@@ -173,7 +173,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         if timing and draft.shape not in by_shape:
             by_shape[draft.shape] = _timed(text, draft, gamma)
         engine = load_engine_costs(run) if (run := run_of(path)) else None
-        entry = Scored(
+        scored = Scored(
             name=path,
             path=path,
             parameters=draft.model.num_parameters(),
@@ -182,9 +182,9 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
             shape=draft.shape,
             engine=engine if engine and engine.costs[0].parallel == draft.parallel else None,
         )
-        drafts[find_student(path), drafting] = entry
+        drafts[find_student(path), drafting] = scored
     costs = _shared_target(by_shape)
-    entries = []
+    scored_ways = []
     for number, name in enumerate(names):
         path = way_of(name).draft
         own = None if path is None else drafts[find_student(path), way_of(name).drafting]
@@ -192,8 +192,8 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
         found = with_lookup(own, text.responses, text.rule, gamma, price) if way_of(name).recipe.looks_up else own
         assert found is not None
         shown = name if name not in names[:number] else f"{name} #{number + 1}"
-        entries.append(replace(found, name=shown, path=name, costs=price))
-    return entries
+        scored_ways.append(replace(found, name=shown, path=name, costs=price))
+    return scored_ways
 
 
 def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:

@@ -213,12 +213,12 @@ class Comparison(Record):
         return [one for one in self.differences if one.text == text]
 
 
-def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: int = 1) -> Comparison:
+def comparison(text: FrozenText, scored_ways: Sequence[Scored], gamma: int, looks: int = 1) -> Comparison:
     """The rows, the paired differences and the domains; no gate is judged yet.
 
     ``looks``: drafts that each way was picked from on this text; the differences are widened for them too.
     """
-    first, *others = entries
+    first, *others = scored_ways
     domains = sorted({response.domain for response in text.responses})
     texts = [HELD_OUT, *(domains if len(domains) > 1 else [])]
     looks *= len(others)
@@ -226,10 +226,10 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
     for name in texts:
         chosen = [row for row, one in enumerate(text.responses) if name in (HELD_OUT, one.domain)]
         keys = [text.responses[row].prompt for row in chosen]
-        own = [entry.chosen(chosen) for entry in entries]
+        own = [scored.chosen(chosen) for scored in scored_ways]
         widened = looks * (1 if name == HELD_OUT else len(domains))
-        measured += [_row(entry, keys, text.rule, gamma, name) for entry in own]
-        differences += [_difference(entry, own[0], keys, text.rule, gamma, (name, widened)) for entry in own[1:]]
+        measured += [_row(scored, keys, text.rule, gamma, name) for scored in own]
+        differences += [_difference(scored, own[0], keys, text.rule, gamma, (name, widened)) for scored in own[1:]]
     costs, keys = first.costs, [response.prompt for response in text.responses]
     return Comparison(
         format=2,
@@ -240,7 +240,7 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
         rule=text.rule.name,
         gamma=gamma,
         sampling=text.sampling.as_dict(),
-        ways=[_way(entry, keys, text.rule, gamma) for entry in entries],
+        ways=[_way(scored, keys, text.rule, gamma) for scored in scored_ways],
         measured=measured,
         target_step_seconds=None if costs is None else costs.target_seconds,
         verify_ratio={} if costs is None else {g: costs.verify_ratio(g) for g in sorted(costs.verify_seconds)},
@@ -250,39 +250,39 @@ def comparison(text: FrozenText, entries: Sequence[Scored], gamma: int, looks: i
     )
 
 
-def _row(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int, text: str) -> Measured:
+def _row(scored: Scored, keys: Sequence[Any], rule: Rule, gamma: int, text: str) -> Measured:
     """A row for a way on a text at one gamma: alpha and tau by replay, and the predicted speed-up if steps were timed."""
-    tuned_on = None if entry.ngrams is None else entry.tuned_on
-    row = Measured(entry.name, rule.name, text=text, gamma=gamma, ngrams=entry.ngrams, tuned_on=tuned_on)
-    if entry.judged is not None:
-        alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in entry.judged], keys)
+    tuned_on = None if scored.ngrams is None else scored.tuned_on
+    row = Measured(scored.name, rule.name, text=text, gamma=gamma, ngrams=scored.ngrams, tuned_on=tuned_on)
+    if scored.judged is not None:
+        alpha, alpha_ci = alpha_with_interval([own.accept_probs(rule) for own in scored.judged], keys)
         row = replace(row, alpha=alpha, alpha_ci=alpha_ci, how={"alpha": "replay"})
-    steps_N1 = entry.steps(rule, (gamma,))
+    steps_N1 = scored.steps(rule, (gamma,))
     steps_N = None if steps_N1 is None else steps_N1[:, 0]
-    return predicted_row(row, keys, entry.tokens_N, entry.calls(rule, (gamma,))[:, 0], steps_N)
+    return predicted_row(row, keys, scored.tokens_N, scored.calls(rule, (gamma,))[:, 0], steps_N)
 
 
-def _way(entry: Scored, keys: Sequence[Any], rule: Rule, gamma: int) -> ComparedWay:
-    gammas, scores, costs = scored_gammas(entry.scores or [], CURVE_GAMMAS), entry.scores, entry.costs
-    curve = calls_curve(entry.tokens_N, entry.calls(rule, gammas), keys)
+def _way(scored: Scored, keys: Sequence[Any], rule: Rule, gamma: int) -> ComparedWay:
+    gammas, scores, costs = scored_gammas(scored.scores or [], CURVE_GAMMAS), scored.scores, scored.costs
+    curve = calls_curve(scored.tokens_N, scored.calls(rule, gammas), keys)
     way = ComparedWay(
-        way=entry.name,
-        path=entry.path,
-        parameters=entry.parameters,
+        way=scored.name,
+        path=scored.path,
+        parameters=scored.parameters,
         gammas=gammas,
         taus=curve.tau,
         taus_ci=curve.tau_ci,
-        survival=None if entry.judged is None else survival_of(entry.judged, rule, gamma),
+        survival=None if scored.judged is None else survival_of(scored.judged, rule, gamma),
     )
-    if entry.engine is not None and entry.judged is not None:
-        rows = entry.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule.name, curve.tokens / len(keys))
-        rows = [replace(row, way=entry.name) for row in rows]
-        way = way.model_copy(update={"engine": entry.engine.label, "in_engine": rows})
+    if scored.engine is not None and scored.judged is not None:
+        rows = scored.engine.rows(dict(zip(gammas, curve.tau, strict=True)), rule.name, curve.tokens / len(keys))
+        rows = [replace(row, way=scored.name) for row in rows]
+        way = way.model_copy(update={"engine": scored.engine.label, "in_engine": rows})
     if costs is None:
         return way
     # Gammas beyond the measured ones would be guesses.
     gammas = scored_gammas(scores or [], range(1, max(costs.verify_seconds) + 1))
-    steps_NK = entry.steps(rule, gammas)
+    steps_NK = scored.steps(rule, gammas)
     assert steps_NK is not None
     best, speed_up = gamma_to_run(dict(zip(gammas, (curve.tokens / steps_NK.sum(0)).tolist(), strict=True)))
     pays: dict[str, float] = {"best_gamma": best, "best_speed_up": speed_up}
@@ -298,9 +298,9 @@ def _difference(
     """What a way gains over the first. The speed-up uses the costs of each. where: the text, and how many comparisons were made on it."""
     text, looks = where
     sides = []
-    for entry in (ours, first):
-        steps_N1 = entry.steps(rule, (gamma,))
-        sides.append((entry.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
+    for scored in (ours, first):
+        steps_N1 = scored.steps(rule, (gamma,))
+        sides.append((scored.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
     effects = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
     if ours.judged is not None and first.judged is not None:
         paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
