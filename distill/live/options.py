@@ -22,7 +22,7 @@ class GatewayOptions:
     is given.
     """
 
-    engine: Annotated[str, typer.Option(help="address of the engine")]
+    engine: Annotated[list[str], typer.Option(help="address of the engine; one")]
     log: Annotated[Path, typer.Option(help="directory of the traffic log; one gateway per directory")]
     draft_version: Annotated[str, typer.Option(help="version of the engine's draft, e.g. v0007")] = "unknown"
     target_version: Annotated[str, typer.Option(help="version of the served target, for each record")] = "unknown"

@@ -114,7 +114,7 @@ def _requests(_: Path) -> Made:
 def _ask(name: str, content: bytes, _: Path) -> TrafficRecord:
     """Read, answer and record a request as the gateway does."""
     options = GatewayOptions(
-        engine="",
+        engine=[],
         log=Path(),
         text=name != "text",
         usage=name != "ids",
@@ -170,7 +170,7 @@ def _answers(_: Path) -> Made:
     return {name: json.dumps(whole | said).encode() for name, said in engines.items()} | streams
 
 
-ASKED = read_request(PATHS[1], {}, b'{"prompt": "a", "temperature": 0}', GatewayOptions(engine="", log=Path()), b"salt")
+ASKED = read_request(PATHS[1], {}, b'{"prompt": "a", "temperature": 0}', GatewayOptions(engine=[], log=Path()), b"salt")
 
 
 def _answer(name: str, content: bytes, _: Path) -> TrafficRecord:

@@ -15,8 +15,8 @@ from running_app import running_server
 
 from distill.engines.protocol.counters import parse_page
 from distill.live.arms import ARMS, Arm, Arms, write_arms
-from distill.live.gateway.app import Gateway
-from distill.live.gateway.command import MOST_CLIENTS, configured
+from distill.live.gateway.app import MOST_CLIENTS, Gateway
+from distill.live.gateway.command import configured
 from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 
@@ -84,6 +84,6 @@ def running_gateway(
     arms += [Arm("plain", plain, 0.0, "none", "t", drafts=False)] if plain else []
     writer = LogWriter(log, text=options.get("text", False))
     write_arms(log / ARMS, Arms("flags", tuple(arms)))
-    gateway = Gateway(GatewayOptions(urls[0], log, **options), key, Arms("flags", tuple(arms)), writer)
-    with running_server(configured(gateway, clients)) as url:
+    gateway = Gateway(GatewayOptions([urls[0]], log, **options), key, Arms("flags", tuple(arms)), writer, clients)
+    with running_server(configured(gateway)) as url:
         yield url

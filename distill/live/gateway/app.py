@@ -29,6 +29,7 @@ from distill.live.options import GatewayOptions
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
+MOST_CLIENTS = 2048
 APPEND_SECONDS = 1.0  # that a response's last bytes wait for its record
 WATCH_SECONDS = 0.5
 IDLE_SECONDS = 600.0  # without a byte, until an exchange ends
@@ -50,8 +51,11 @@ _HINT = (
 class Gateway:
     """The gateway as an ASGI application; `app` adds /health and /metrics."""
 
-    def __init__(self, options: GatewayOptions, key: str | None, arms: Arms, writer: LogWriter) -> None:
-        """``key``: clients must send it; None: no key is needed."""
+    def __init__(
+        self, options: GatewayOptions, key: str | None, arms: Arms, writer: LogWriter, clients: int = MOST_CLIENTS
+    ) -> None:
+        """``key``: clients must send it; None: no key is needed. ``clients``: connections, above which requests to engines get 503."""
+        self.clients = clients
         self.options, self.key, self.arms, self.writer = options, key, arms, writer
         self.metrics, self.bodies = Metrics(), Bodies()
         self.exchanges: set[Exchange] = set()
@@ -106,6 +110,8 @@ class Gateway:
         """Answer one request; lifespan messages never come here."""
         headers = dict(scope["headers"])
         try:
+            if len(scope["state"]["connection"].connections) > self.clients:
+                raise Refused(503, f"more than {self.clients:,} connections")
             if not self._may(headers):
                 raise Refused(401, "wrong key; send it as `Authorization: Bearer KEY`")
             if scope["method"] == "CONNECT" or not scope["raw_path"].startswith(b"/"):

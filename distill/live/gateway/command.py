@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from data.responses.endpoint_keys import key_in
 from data.responses.engine_http import listening
 from distill.live.arms import ARMS, BY_FLAGS, Arm, Arms, read_arms, write_arms
-from distill.live.gateway.app import Gateway
+from distill.live.gateway.app import MOST_CLIENTS, Gateway
 from distill.live.gateway.limits import HEADER_BYTES, TimedProtocol
 from distill.live.gateway.request import parse_sampling
 from distill.live.options import GatewayOptions
@@ -20,7 +20,6 @@ from distill.live.traffic.record import first_fault
 from distill.live.traffic.writer import LogWriter
 from speculative.errors import UserError
 
-MOST_CLIENTS = 2048
 _GRACE_SECONDS = 10
 _OWN_FILES = 64
 
@@ -36,7 +35,7 @@ def gateway(options: GatewayOptions) -> None:
     with listening(options.host, options.port, key is not None) as listener:
         writer = LogWriter(options.log, options.text, options.retention_days)
         arms = _begin_with(options.log / ARMS, flags)
-        config = configured(Gateway(options, key, arms, writer), _allowed_clients())
+        config = configured(Gateway(options, key, arms, writer, _allowed_clients()))
         host, port = listener.getsockname()[:2]
         print(f"the gateway answers at http://{f'[{host}]' if ':' in host else host}:{port}, logging to {options.log}")
         for arm in arms.arms:
@@ -46,8 +45,8 @@ def gateway(options: GatewayOptions) -> None:
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def configured(gateway: Gateway, clients: int = MOST_CLIENTS) -> uvicorn.Config:
-    """The server for this number of clients at once; more get 503."""
+def configured(gateway: Gateway) -> uvicorn.Config:
+    """The server of a gateway."""
     protocol: Any = TimedProtocol
     return uvicorn.Config(
         gateway.app(),
@@ -60,16 +59,19 @@ def configured(gateway: Gateway, clients: int = MOST_CLIENTS) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        limit_concurrency=clients,
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_graceful_shutdown=_GRACE_SECONDS,
     )
 
 
 def arms_of(options: GatewayOptions) -> Arms:
-    """The arms of the flags: a, and `plain` for the engine without a draft. Raises UserError for no address or an odd version."""
+    """The arms of the flags: a, and `plain` for the engine without a draft. Raises UserError for two engines, no address or an odd version."""
+    if len(options.engine) > 1:
+        raise UserError(
+            f"--engine {options.engine[1]}: give one engine; `understudy rollout` adds the one of a new draft"
+        )
     try:
-        arms = [Arm("a", options.engine, 1.0, options.draft_version, options.target_version)]
+        arms = [Arm("a", options.engine[0], 1.0, options.draft_version, options.target_version)]
         if options.plain_engine:
             arms.append(Arm("plain", options.plain_engine, 0.0, "none", options.target_version, drafts=False))
         return Arms(BY_FLAGS, tuple(arms))

@@ -336,7 +336,7 @@ def test_a_full_disk_stops_logging_and_never_serving(
 
 
 def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = arms_of(GatewayOptions("http://h:1/v1/", tmp_path, "v0001", "t", plain_engine="http://h:3"))
+    arms = arms_of(GatewayOptions(["http://h:1/v1/"], tmp_path, "v0001", "t", plain_engine="http://h:3"))
     assert [(arm.name, arm.url, arm.share, arm.draft_version, arm.drafts) for arm in arms.arms] == [
         ("a", "http://h:1", 1.0, "v0001", True),
         ("plain", "http://h:3", 0.0, "none", False),
@@ -348,6 +348,8 @@ def test_flags_become_arms_and_those_of_a_rollout_win(tmp_path: Path, capsys: py
     assert _begin_with(path, arms) == moved
     assert capsys.readouterr().out.count("rollout x v0002") == 1
     assert parse_sampling("temperature=0.7,top_k=20") == {"temperature": 0.7, "top_k": 20}
+    with pytest.raises(UserError, match="--engine http://h:2: give one engine"):
+        arms_of(GatewayOptions(["http://h:1", "http://h:2"], tmp_path))
     with pytest.raises(UserError, match="--sampling heat=1"):
         parse_sampling("heat=1")
 

@@ -94,8 +94,10 @@ def test_trailers_reach_no_engine(tmp_path: Path) -> None:
 
 def test_clients_beyond_the_limit_get_503(direct: str, tmp_path: Path) -> None:
     with running_gateway(tmp_path, direct, clients=3) as url:
-        with connected(url, POST), HTTP.stream("POST", f"{url}/v1/completions", json={"user": "hang", "stream": True}):
+        hanging = HTTP.stream("POST", f"{url}/v1/completions", json={"user": "hang", "stream": True})
+        with connected(url, POST), connected(url, POST), hanging:
             assert httpx.post(f"{url}/v1/completions", json={}, verify=False).status_code == 503
+            assert httpx.get(f"{url}/health", verify=False).status_code == 200
         until(lambda: httpx.post(f"{url}/v1/completions", json={}, verify=False).status_code == 200)
 
 

@@ -68,7 +68,7 @@ def test_counts_of_other_engines_and_invalid_answers() -> None:
 
 def read(more: dict[str, Any], path: str = "/v1/completions", **settings: Any) -> LoggedRequest:
     body = json.dumps({"prompt": "p", **more}).encode()
-    return read_request(path, {}, body, GatewayOptions("", Path(), **settings))
+    return read_request(path, {}, body, GatewayOptions([], Path(), **settings))
 
 
 def test_sampling_is_unknown_if_one_setting_is_the_engines_default() -> None:
