@@ -65,7 +65,7 @@ def configured(gateway: Gateway) -> uvicorn.Config:
 
 
 def arms_of(options: GatewayOptions) -> Arms:
-    """The arms of the flags: a, and `plain` for the engine without a draft. Raises UserError for two engines, no address or an odd version."""
+    """The arms of the flags: a, and `plain` for the engine without a draft. Raises UserError: two engines, no address, an odd version."""
     if len(options.engine) > 1:
         raise UserError(
             f"--engine {options.engine[1]}: give one engine; `understudy rollout` adds the one of a new draft"
