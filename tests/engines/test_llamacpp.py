@@ -20,17 +20,17 @@ from typing import Any
 import pytest
 from engine_process import LLAMA_ALONE, LLAMA_EXACT, ROOT, Server, built, serving
 from processes import free_port
-from timed_run import write_verdict
 
 from data.responses.engine_http import answers
 from distill.commands.readback.clock import time_command
 from distill.commands.readback.options import ReadbackOptions, TimeOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import seen_in
-from distill.config.layout import ENGINE_COSTS, EXPORT
+from distill.config.layout import ENGINE_COSTS, EXPORT, VERDICT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.readback_record import ReadbackRecord
+from distill.run.verdict_record import Verdict
 from speculative.measure.engine_costs import EngineCosts
 
 BUILT = ROOT / ".venv-llamacpp" / "ready"
@@ -160,7 +160,10 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
     """`understudy time` starts it with a slot for each request; readback asks for no probabilities, which slow plain decoding alone."""
     timed = tmp_path / "timed"
     shutil.copytree(run, timed, symlinks=True)
-    write_verdict(timed, "greedy-draft")
+    taus = {0: 1.0, 1: 1.6, 2: 2.0, 3: 2.3}
+    counts = {"gamma": 3, "prompts": 40, "tokens": 1600, "outcome": "no_speed", "headline": ""}
+    verdict = Verdict(version="1", rule="greedy-draft", drafts=[{"way": "draft"}], replay=taus, **counts)
+    (timed / VERDICT).write_text(verdict.model_dump_json())
     flags = [*LLAMA_EXACT, *LLAMA_ALONE[:8]]
     options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", port=free_port())
     assert time_command(options) == 0

@@ -60,7 +60,7 @@ class AnswerFile:
         if resume and path.is_file():
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # A killed process may leave a partial line.
-                    found = {"first_seconds": None} | json.loads(line)  # Earlier versions did not stream.
+                    found = json.loads(line)
                     row = {name: found[name] for name in _KEYS}
                     self._known[row["key"], json.dumps(row["asked"])] = row
 
