@@ -227,12 +227,12 @@ class EndpointTarget:
     def _ended(self, ids: list[int], choice: Choice, eos_ids: Sequence[int]) -> list[int]:
         """Ids of a response, with a left-out end token added; UserError if it is unknown which one, or for another vocabulary."""
         if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
-            said = choice.get("stop_reason", choice.get("matched_stop"))
-            if said not in eos_ids and len(eos_ids) != 1:
+            end_token = choice.get("stop_reason", choice.get("matched_stop"))
+            if end_token not in eos_ids and len(eos_ids) != 1:
                 raise UserError(
                     f"{self.endpoint.url}: does not say which of {list(eos_ids)} ended a text; use {SERVER}"
                 )
-            ids = [*ids, said if isinstance(said, int) and said in eos_ids else eos_ids[0]]
+            ids = [*ids, end_token if isinstance(end_token, int) and end_token in eos_ids else eos_ids[0]]
         if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
             raise UserError(
                 f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of {self.label} "
