@@ -147,23 +147,6 @@ def test_blocks_of_python_and_of_compiled_code_take_turns(name: str, rule: str) 
         assert [getattr(one, told) for one in found[0]] == [getattr(one, told) for one in found[1]]
 
 
-def test_a_draft_forgets_what_was_rejected_before_blocks_without_it() -> None:
-    """Else it takes its own rejected tokens for text: nothing is wrong with the text, but acceptance falls."""
-
-    class OnAndOff(FixedGamma):
-        def choose(self, active_R: np.ndarray) -> int:
-            self.blocks = getattr(self, "blocks", -1) + 1
-            return 3 if self.blocks % 4 == 0 else 0
-
-    settings = DecodeSettings(GREEDY, 3, Rule.named("greedy"), 60)
-    far = perturbed(TARGET, 0.1)
-    found = [
-        decode(TARGET, ModelDrafter(far), PROMPTS[2:4], settings, policy=OnAndOff(3), batch_size=2, runner=runner)[0]
-        for runner in ("compile", "eager")
-    ]
-    assert [one.accepted_counts for one in found[0]] == [one.accepted_counts for one in found[1]]
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls of compiled code that run blocks."""

@@ -5,10 +5,7 @@ called as it is.
 import contextlib
 import ctypes
 import mmap
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -191,6 +188,12 @@ def test_one_that_gives_other_logits_is_never_trusted(itself: bool, monkeypatch:
     assert len(warned) == (1 if itself else 2)
 
 
+def in_a_new_thread(run: Callable[[], None]) -> None:
+    """A fork has none of the threads that OpenMP started for the thread that forked, and OpenMP would wait for them."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
 def feed_behind_a_guard() -> None:
     """Heads of 2 numbers on 2 threads, and a page that nobody may read before the weights of queries, keys and values."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
@@ -209,10 +212,7 @@ def feed_behind_a_guard() -> None:
 
 def test_a_thread_reads_nothing_before_its_weights() -> None:
     """A product has at least 4 outputs, so a share of 2 would begin before the first."""
-    code, paths = f"import {__name__}; {__name__}.feed_behind_a_guard()", [str(Path(__file__).parent), *sys.path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert run_child(lambda: in_a_new_thread(feed_behind_a_guard)) == 0
 
 
 def test_a_share_of_less_than_a_tile_leaves_the_neighbours_outputs_alone() -> None:
@@ -266,6 +266,10 @@ def _other_scaling(model: torch.nn.Module) -> None:
     model.model.rotary_emb.attention_scaling = 3.0
 
 
+def _cast_and_back(model: torch.nn.Module) -> None:
+    model.bfloat16().float()
+
+
 def _other_scores(model: torch.nn.Module) -> None:
     model.model.layers[1].self_attn.scaling *= 3.0
 
@@ -295,7 +299,7 @@ def _view(model: torch.nn.Module) -> None:
 
 
 CHANGES = [_moved, _changed_in_place, _adapted, _wrapped, _swapped, _other_frequencies, _other_scaling, _other_scores]
-CHANGES += [_hooked, _fewer_layers, _fewer_tokens, _wider_layer, _view]
+CHANGES += [_cast_and_back, _hooked, _fewer_layers, _fewer_tokens, _wider_layer, _view]
 
 
 @pytest.mark.parametrize("decoded_before", [False, True])
@@ -332,9 +336,4 @@ def test_memory_that_ends_inside_threads_is_reported_too(spare: int) -> None:
         with contextlib.suppress(RuntimeError, MemoryError):
             decode(target, drafter, prompts, settings)
 
-    def in_a_new_thread() -> None:
-        # A fork has none of the threads that OpenMP started for the thread that forked, and OpenMP would wait for them.
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(run).result()
-
-    assert run_child(in_a_new_thread) == 0
+    assert run_child(lambda: in_a_new_thread(run)) == 0

@@ -186,12 +186,6 @@ def test_steps_run_in_inference_mode_and_what_a_model_refreshes_there_can_be_tra
         assert model.get_input_embeddings().weight.grad is not None
 
 
-def test_cache_memory_is_computed_from_what_the_layers_really_store():
-    model = tiny_model("llama")  # two layers of two key/value heads of width 8, float32
-    assert cache_bytes(model, rows=3, capacity=100) == 3 * 100 * 2 * (2 * 8 + 2 * 8) * 4
-    assert cache_bytes(tiny_model("gpt2"), 1, 1) == 2 * (4 * 8 + 4 * 8) * 4  # no grouped heads
-
-
 def test_a_batch_that_does_not_fit_is_refused_before_anything_is_taken(monkeypatch):
     model = tiny_model()
     free = free_bytes(model.device)

@@ -1,9 +1,6 @@
 """One walk through a model's modules for a decode call; what is remembered of a model is forgotten once it changes."""
 
-from collections.abc import Callable
-
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import perturbed, prompts_of, tiny_model
 from torch import nn
@@ -11,7 +8,7 @@ from torch import nn
 from speculative.decode import DecodeSettings, decode
 from speculative.drafters.drafter import ModelDrafter
 from speculative.engine import survey as module_of_survey
-from speculative.engine.survey import Survey, facts_of
+from speculative.engine.survey import Survey
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -30,40 +27,6 @@ def test_a_decode_call_walks_each_model_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module_of_survey, "Survey", Counted)
     decode(target, ModelDrafter(draft), prompts_of([5, 9]), settings)
     assert walked == [target, draft]
-
-
-def _moved(model: nn.Module) -> None:
-    weight = next(model.parameters())
-    weight.data = weight.data.clone()
-
-
-def _cast(model: nn.Module) -> None:
-    model.bfloat16()
-
-
-def _swapped(model: nn.Module) -> None:
-    model.model.layers[0].mlp.act_fn = nn.GELU()
-
-
-def _reshaped(model: nn.Module) -> None:
-    model.lm_head.weight.data = model.lm_head.weight.data[:-1]
-
-
-def _buffer(model: nn.Module) -> None:
-    model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq.clone(), persistent=False)
-
-
-@pytest.mark.parametrize("change", [_moved, _cast, _swapped, _reshaped, _buffer])
-def test_facts_are_forgotten_once_the_model_changes(change: Callable[[nn.Module], None]) -> None:
-    model = tiny_model(tie_word_embeddings=False)
-    facts_of(model)["known"] = 1
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2.0)  # in place, as training does
-    assert facts_of(model) == {"known": 1}
-    before = Survey(model).state
-    change(model)
-    assert Survey(model).state != before
-    assert facts_of(model) == {}
 
 
 def test_adapters_that_are_switched_or_merged_change_the_state() -> None:
