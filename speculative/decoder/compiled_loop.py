@@ -153,7 +153,7 @@ class _Request:
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
         self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
         self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
-        own = {
+        outputs = {
             "seats": self._seats_R,
             "accepted": self._accepted_BR,
             "drafted": self._drafted_BRG,
@@ -195,7 +195,7 @@ class _Request:
             lenience=loop.settings.rule.lenience,
             sampling=_sampling(sampling, vocab),
             draft_sampling=_sampling(loop.draft_sampling, vocab),
-            **{name: address_of(array) for name, array in (arrays | own).items()},
+            **{name: address_of(array) for name, array in (arrays | outputs).items()},
         )
         self.address = ctypes.addressof(self._block)
 

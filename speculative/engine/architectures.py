@@ -116,7 +116,8 @@ def _row(model: PreTrainedModel) -> Architecture:
 def is_plain(model: PreTrainedModel) -> bool:
     """Whether the model is of a known architecture, without hooks, replaced parts or autocast."""
     # A wrapper (peft, a compiled model) has the config of its model but does more.
-    of_transformers = all(type(one).__module__.startswith("transformers.models.") for one in (model, model.base_model))
+    both = type(model), type(model.base_model)
+    of_transformers = all(kind.__module__.startswith("transformers.models.") for kind in both)
     if not of_transformers or model.config.model_type not in ARCHITECTURES:
         return False
     if torch.is_autocast_enabled(model.device.type):
@@ -124,6 +125,7 @@ def is_plain(model: PreTrainedModel) -> bool:
     facts = facts_of(model)
     if "plain" not in facts:
         facts["plain"] = all(
-            type(one).__module__.startswith(OWN_CALLS) or hasattr(one, "values") for one in survey(model).modules
+            type(module).__module__.startswith(OWN_CALLS) or hasattr(module, "values")
+            for module in survey(model).modules
         )
     return facts["plain"] and not survey(model).listened_to

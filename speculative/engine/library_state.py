@@ -39,11 +39,11 @@ def weights_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 def buffers_of(modules: Sequence[nn.Module]) -> list[tuple[torch.Tensor, bool]]:
     """The buffers that these modules hold themselves, and whether a saved model has them."""
     return [
-        (own, name not in one._non_persistent_buffers_set)
-        for one in modules
-        if one._buffers
-        for name, own in one._buffers.items()
-        if own is not None
+        (buffer, name not in module._non_persistent_buffers_set)
+        for module in modules
+        if module._buffers
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]
 
 
