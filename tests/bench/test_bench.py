@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from bench_modules import ROOT, bench
 
-from distill.models.load import load_tokenizer
-from speculative.errors import UserError
-
 CELL = {"device", "batch", "mode", "gamma", "drafter", "tokens_per_second", "tau", "floor_share", "vs_hf_assisted"}
 
 
@@ -124,18 +121,6 @@ def test_retrieval_never_holds_the_answers_it_is_measured_on(tiny_target: Path, 
     module.with_past(half, dict(kinds), 2)
     assert "heads" in half.stores
     assert [key for key, _ in half.kinds["heads"]] == ["heads:0", "heads:1"]
-
-
-def test_the_decoder_bench_reads_what_a_config_reads(chat_target: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    rows = [{"talk": [{"role": "user", "content": text}]} for text in ("add two", "add three")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = load_tokenizer(str(chat_target))
-    kinds = bench("decode").load_prompts(str(path), tokenizer, False, 8, 60, "", "talk")
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in kinds["chats"]]
-    assert texts == ["user: add two;assistant:", "user: add three;assistant:"]
-    with pytest.raises(UserError, match="none has 4 to 5 tokens"):
-        bench("decode").load_prompts(str(path), tokenizer, False, 8, 5, "", "talk")
 
 
 def test_the_bench_of_many_responses_starts_a_run_that_has_grown(

@@ -1,6 +1,5 @@
 """The program for a GPU: acceptance known by construction, FLOPs counted by hand, parts that fail alone and go on where they stood."""
 
-import ast
 import json
 import os
 import subprocess
@@ -159,38 +158,3 @@ def test_a_process_that_dies_or_hangs_leaves_what_it_found(
     part = json.loads(out.read_text())["parts"]["well"]
     assert (part["cells"], part["finished"]) == (found, hangs and found != [])
     assert part["error"] == ("stopped after 80 s" if hangs else "its process ended with -11")
-
-
-def imported_at_once(path: Path) -> set[str]:
-    """Modules that a file of ours needs to be imported, by following those of ours: imports inside functions come later."""
-    found: set[str] = set()
-    waiting = [path]
-    while waiting:
-        statements = [ast.parse(waiting.pop().read_text(encoding="utf-8"))]
-        while statements:
-            node = statements.pop()
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                given = [alias.name for alias in node.names]
-                names = set(
-                    given if isinstance(node, ast.Import) else [node.module, *(f"{node.module}.{n}" for n in given)]
-                )
-                files = [
-                    top / f"{name.replace('.', '/')}.py" for name in names - found for top in (ROOT, ROOT / "bench")
-                ]
-                waiting += [file for file in files if file.exists()]
-                found |= names
-            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                statements += node.orelse
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                statements += ast.iter_child_nodes(node)
-    return found
-
-
-@pytest.mark.parametrize("name", ["gpu/decoding", "gpu/trained"])
-def test_it_needs_no_configuration_library(name: str) -> None:
-    """The machine it is for may have torch and transformers and little else. (The trainer's part is what the trained pair imports.)"""
-    found = imported_at_once(ROOT / "bench" / f"{name}.py")
-    assert {"torch", "speculative.rules.sampling"} <= found
-    assert not {"pydantic", "typer", "datasets", "wandb", "trl", "liger_kernel"} & {
-        name.split(".")[0] for name in found
-    }

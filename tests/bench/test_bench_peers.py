@@ -56,17 +56,6 @@ def test_a_failing_way_costs_its_own_row_alone(call: int, capsys: pytest.Capture
     assert "left out: it broke" in capsys.readouterr().out
 
 
-def test_cells_of_a_run() -> None:
-    found = list(peers.settings_of(SETTING, [1, 2], gamma=4, at_once=48, drafted=16))
-    assert [(one.threads, one.batch, one.gamma, one.draft) for one in found[:4]] == [
-        (1, 2, 0, None),
-        (1, 2, 4, "draft"),
-        (1, 48, 0, None),
-        (1, 16, 4, "draft"),
-    ]
-    assert len(found) == 8
-
-
 def test_a_worker_answers_line_by_line_and_prints_nothing_between(tmp_path: Path) -> None:
     script = tmp_path / "echo_worker.py"
     script.write_text(

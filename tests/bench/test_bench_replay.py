@@ -86,22 +86,6 @@ def tiny_bench(module: Any, **sizes: Any) -> Any:
     return module.Bench(target, perturbed(target, 0.05), prompts_of([5] * 40), own, ())
 
 
-def test_cells_run_until_their_coins_are_averaged_out(module: Any) -> None:
-    few, many = (
-        module.matched_text(tiny_bench(module, standard_error=error, cell_seconds=60.0, batch=20), "block", 4)
-        for error in (0.05, 0.012)
-    )
-    assert few["standard_error"] <= 0.05
-    assert many["standard_error"] <= 0.012
-    assert many["blocks"] > 2 * few["blocks"]
-    assert abs(many["z"]) < 4
-    assert many["tau_error"] == pytest.approx(many["tau_live"] / many["tau_replay"] - 1)
-    stopped = module.matched_text(tiny_bench(module, standard_error=1e-9, cell_seconds=0.0, batch=20), "sample", 4)
-    assert stopped["tokens"] == 40 * 12, "one round when there is no time for more"
-    exact = module.matched_text(tiny_bench(module, batch=20), "greedy-draft", 3)
-    assert (exact["tau_error"], exact["standard_error"], exact["z"]) == (0.0, 0.0, None)
-
-
 def test_a_wrong_interval_does_not_cover(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     texts = [

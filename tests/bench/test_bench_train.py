@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,68 +100,9 @@ def test_trl_minimises_the_same(objective: str) -> None:
     torch.testing.assert_close(ours_BT.mean(), theirs)
 
 
-def test_stored_signals_come_back_in_the_order_of_a_step(tiny_target: Path) -> None:
-    module, race = bench("train_step"), race_of(tiny_target)
-    stored = module.stored_teacher(race.teacher, race.examples, 8)
-    batch = collate([race.examples[2], race.examples[0]], 0, [2, 0])
-    dense = race.teacher.signal(batch)
-    most = dense.head(dense.hidden_RD).argmax(-1)
-    assert torch.equal(stored.signal(batch).ids_RK[:, 0], most)
-
-
-def test_growth_is_what_the_work_takes() -> None:
-    module = bench("train_step")
-    few = module.growth_of(lambda: torch.ones(1_000_000).sum(), "cpu")
-    many = module.growth_of(lambda: torch.ones(25_000_000).sum(), "cpu")
-    assert few < 20
-    assert 90 < many < 120  # 25 M float32 are 100 MB
-
-
 def test_memory_is_measured_in_a_process_of_its_own(tiny_target: Path, capfd: pytest.CaptureFixture[str]) -> None:
     module = bench("train_step")
     settings = module.asdict(race_of(tiny_target).settings)
     found = module.growth_in_processes({"step": [settings, "ours/off/forward_kl", 1]}, 1, lambda text: None)
     assert found["step"] > 0
     assert capfd.readouterr().err == "", "torchao warns while transformers imports it: here of what only CUDA needs"
-
-
-class ScriptedTrainer:
-    """What `trl_peer` uses of a trainer: callbacks, and steps that it counts."""
-
-    def __init__(self, steps: int, fails_at: int = -1) -> None:
-        self.steps, self.fails_at = steps, fails_at
-        self.made, self.callbacks = 0, []
-
-    def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback)
-
-    def train(self) -> None:
-        control = SimpleNamespace(should_training_stop=False)
-        for callback in self.callbacks:
-            callback.on_train_begin(None, None, control)
-        for number in range(self.steps):
-            if control.should_training_stop:
-                return
-            if number == self.fails_at:
-                raise ArithmeticError("no")
-            self.made += 1
-            for callback in self.callbacks:
-                callback.on_step_end(None, None, control)
-
-
-def test_a_stepped_trainer_makes_one_step_at_a_time() -> None:
-    trainer = ScriptedTrainer(100)
-    stepped = bench("trl_peer").Stepped(trainer)
-    for expected in (1, 2, 3):
-        stepped.step()
-        assert trainer.made == expected
-    stepped.close()
-    assert trainer.made == 3
-    assert not stepped.thread.is_alive()
-
-
-def test_a_stepped_trainers_failure_is_the_callers() -> None:
-    stepped = bench("trl_peer").Stepped(ScriptedTrainer(100, fails_at=1))
-    stepped.step()
-    with pytest.raises(ArithmeticError):
-        stepped.step()

@@ -164,13 +164,6 @@ def test_wider_heads_say_the_same() -> None:
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_follows_from_its_step_and_an_epoch_sees_each_window_once() -> None:
-    epoch = np.concatenate([batch_indices(step, 50) for step in range(3)])
-    assert len(set(epoch.tolist())) == 48
-    assert batch_indices(4, 50).tolist() == batch_indices(4, 50).tolist() != batch_indices(1, 50).tolist()
-    assert len(batch_indices(9, 5)) == 16, "less text than a batch is repeated"
-
-
 def test_the_shipped_card_is_of_the_shipped_weights() -> None:
     card = json.loads((EMBEDDED_FOLDER / "card.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_FOLDER, dtype="auto")
