@@ -55,8 +55,7 @@ class LaunchOptions:
         ),
     ] = None
     config_file: Annotated[
-        str,
-        option("config of that launcher, see `accelerate config`; default: configs/accelerate/ddp.yaml"),
+        str, option("config of that launcher, see `accelerate config`; default: configs/accelerate/ddp.yaml")
     ] = ""
 
 
@@ -92,8 +91,7 @@ class RespondOptions(LaunchOptions):
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
     signal: Annotated[
-        str,
-        option("also store the target's probabilities: topk or none; default: what signal.source needs"),
+        str, option("also store the target's probabilities: topk or none; default: what signal.source needs")
     ] = ""
 
 

@@ -315,7 +315,7 @@ def _run_files(folder: Path) -> Made:
     write_manifest(folder, {"format": 3, "rows": 5, "made": {"path": "x"}})
     (folder / "provenance.json").write_text(json.dumps({"version": "v0001", "parent": None, "commit": "c"}))
     return {name: (folder / name).read_bytes() for name in ("arms.json", "manifest.json", "provenance.json")} | {
-        "adapter_config.json": json.dumps({"base_model_name_or_path": "some/base", "target_modules": ["q"]}).encode(),
+        "adapter_config.json": json.dumps({"base_model_name_or_path": "some/base", "target_modules": ["q"]}).encode()
     }
 
 

@@ -12,15 +12,7 @@ from data.batches.collate import collate
 from distill.loss.definitions import Objective
 from distill.training.module import DraftModule
 
-CELL = {
-    "device",
-    "objective",
-    "policy",
-    "tokens_per_second",
-    "vs_floor",
-    "vs_trl",
-    "peak_memory_mb",
-}
+CELL = {"device", "objective", "policy", "tokens_per_second", "vs_floor", "vs_trl", "peak_memory_mb"}
 
 
 def race_of(tiny_target: Path, **options: Any) -> Any:

@@ -10,7 +10,6 @@ from reference_pages import PAGES
 from typer.testing import CliRunner
 
 from distill.cli import app
-from distill.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,13 +48,6 @@ def test_every_understudy_command_of_the_readme_exists() -> None:
     help_text = CliRunner().invoke(app, ["--help"]).output
     for command in set(re.findall(r"understudy ([a-z][a-z-]+)", README)):
         assert command in help_text, command
-
-
-def test_every_config_the_readme_names_loads() -> None:
-    named = set(re.findall(r"configs/[a-z0-9_]+\.yaml", README))
-    assert "configs/demo.yaml" in named
-    for name in named:
-        load_config(ROOT / name)
 
 
 def test_the_test_command_is_the_one_ci_runs() -> None:

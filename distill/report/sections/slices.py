@@ -87,10 +87,7 @@ def disagreements(view: View) -> Content:
     if not every:
         return "No disagreements were recorded."
     timed = any(row.tokens_per_second_lost is not None for row in every)
-    parts: list[Part] = [
-        *say("disagreements"),
-        disagreement_table(every[:SHOWN_DISAGREEMENTS], timed),
-    ]
+    parts: list[Part] = [*say("disagreements"), disagreement_table(every[:SHOWN_DISAGREEMENTS], timed)]
     more = every[SHOWN_DISAGREEMENTS:]
     return [*parts, *([Piece("folded", (f"{len(more)} more", disagreement_table(more, timed)))] if more else [])]
 

@@ -7,7 +7,6 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from refusals import refused
 
 from data.prompts.prompt import PromptSource
@@ -144,25 +143,17 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
     ("section", "said"),
     [
         ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
-        ({"train": {"steps": 10.0}}, "integer"),
         ({"train": {"steps": 0}}, "greater than or equal to 1"),
         ({"optim": None}, "`optim` = null"),
         ({"optim": "adamw"}, "key: value"),
         ({"optim": {"warmup_ratio": 1.0}}, "less than 1"),
         ({"student": {"layers": 3}}, "list"),
         ({"student": {"init": "carvd"}}, '`student.init` = "carvd": did you mean `carved`?'),
-        (
-            {"judge": {"ways": ["x"]}},
-            "unknown way to decode 'x': must be one of draft, early-exit, ",
-        ),
+        ({"judge": {"ways": ["x"]}}, "unknown way to decode 'x': must be one of draft, early-exit, "),
         ({"student": {"lora": {"target_modules": "q_proj"}}}, "`student.lora.target_modules`"),
-        (
-            {"loss": {"name": "forwrd_kl"}},
-            '`loss.name` = "forwrd_kl": unknown objective: did you mean `forward_kl`?',
-        ),
+        ({"loss": {"name": "forwrd_kl"}}, '`loss.name` = "forwrd_kl": unknown objective: did you mean `forward_kl`?'),
         ({"loss": {"mix": {"lk": 1.0}}}, "`loss.mix.lk`"),
         ({"loss": {"warmup": {"name": "x"}}}, "known here: ce,"),
-        ({"loss": {"warmup": {"ratio": 1.0}}}, "less than 1"),
         ({"judge": {"gamma": 33}}, f"less than or equal to {CURVE_GAMMAS[-1]}"),
         ({"data": {"train": {"path": "x"}}}, "`data.train`"),
         ({3: 4}, "keys should be strings"),
@@ -188,14 +179,10 @@ def test_a_missing_key_is_named(missing: str) -> None:
     ("section", "said"),
     [
         ({"name": "../x"}, "it becomes a folder"),
-        ({"name": ".x"}, "it becomes a folder"),
-        ({"data": {"train": []}}, "data.train"),
         ({"student": {"init": "pretrained"}}, "student.path"),
         ({"student": {"path": "x"}}, "student.path"),
         ({"student": {"init": "config"}}, "student.architecture"),
-        ({"student": {"architecture": {"model_type": "llama"}}}, "student.architecture"),
         ({"train": {"batch_size": 10, "micro_batch_size": 4}}, "multiple of train.micro_batch_size"),
-        ({"target": None}, "`target` = null"),
         ({"loss": {"mix": {}}}, "loss.mix"),
         ({"loss": {"mix": {"tv": -1.0, "ce": 1.0}}}, "loss.mix"),
         ({"judge": {"rule": "greedy"}}, "serving.temperature"),
@@ -273,12 +260,6 @@ def test_overrides_that_cannot_be_meant(tmp_path: Path, override: str, said: str
 
 
 # --- a frozen value that can be written back ---------------------------------------------------------------------------
-
-
-def test_it_is_frozen(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL))
-    with pytest.raises(ValidationError):
-        config.optim.lr = 3.0  # type: ignore[misc]
 
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)

@@ -25,7 +25,6 @@ from distill.export import export as export_module
 from distill.export.card import model_card
 from distill.export.export import export_draft
 from distill.export.facts import RunFacts, read_run
-from distill.export.load_table import gamma_plan
 from distill.models.load import base_of_adapter
 from distill.models.vocabulary import repair_rows
 from distill.run.result import Curves
@@ -470,21 +469,6 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
         assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
         assert report.gamma == gamma
         assert f"use gamma {gamma} (the fastest measured" in (report.path / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("verdict", "gamma", "gain"),
-    [
-        (make_verdict([timed(DRAFT, 7)]), 7, True),
-        (make_verdict([]), 5, None),
-        (make_verdict([timed(DRAFT, 0)], gamma=0), 1, False),
-        (make_verdict([timed(DRAFT, 7)], pays=False), 7, False),
-        (None, 4, None),
-    ],
-)
-def test_gamma_of_the_commands(verdict, gamma, gain):
-    plan = gamma_plan(verdict)
-    assert (plan.gamma, plan.gain) == (gamma, gain)
 
 
 def test_greedy_sampling_and_a_short_context(tmp_path, target_dir, tokenizer):

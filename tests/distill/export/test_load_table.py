@@ -85,13 +85,6 @@ def test_ranges_in_words() -> None:
 LOADED = replace(GOOD, gamma=6, gamma_by_load=((1, 1, 6), (2, 11, 3), (12, 4096, 0)))
 
 
-def test_vllm_gets_its_key() -> None:
-    given = json.loads(options(check("vLLM", LOADED).command)[1]["--speculative-config"])
-    assert given["num_speculative_tokens_per_batch_size"] == [[1, 1, 6], [2, 11, 3], [12, 4096, 1]], "no row of gamma 0"
-    assert given["num_speculative_tokens"] == 6, "no range may draft more"
-    assert given["method"] == "draft_model"
-
-
 def schedule_of(facts: EngineFacts) -> list[list[int]]:
     given = json.loads(options(check("vLLM", facts).command)[1]["--speculative-config"])
     return given["num_speculative_tokens_per_batch_size"]
@@ -104,10 +97,6 @@ def test_a_row_of_gamma_0_is_written_as_1() -> None:
     first = replace(GOOD, gamma=2, gamma_by_load=((1, 1, 0), (2, 4096, 2)))
     assert schedule_of(first) == [[1, 1, 1], [2, 4096, 2]]
     assert "1: plain decoding" in check("vLLM", first).warnings[0]
-
-
-def test_a_schedule_without_0_has_no_warning() -> None:
-    assert check("vLLM", replace(GOOD, gamma=6, gamma_by_load=((1, 7, 6), (8, 4096, 2)))).warnings == []
 
 
 def test_the_others_say_that_they_do_not_and_where_to_stop(tmp_path: Path) -> None:

@@ -249,12 +249,7 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda r: r.pop("verdict"), "key verdict is missing"),
-        (lambda r: r["verdict"].pop("outcome"), r"key verdict\.outcome is missing"),
         (lambda r: r["verdict"]["measured"][1].pop("way"), r"key verdict\.measured\[1\]\.way is missing"),
-        (lambda r: r["token_view"]["responses"][2].pop("blocks"), r"key token_view\.responses\[2\]\.blocks is missing"),
-        (lambda r: r["token_view"]["responses"][0]["tokens"][1].pop("by"), r"tokens\[1\]\.by is missing"),
-        (lambda r: r["slices"][0]["rows"][0].pop("alpha"), r"key slices\[0\]\.rows\[0\]\.alpha is missing"),
         (
             lambda r: r["curves"]["rules"][0]["ways"][DRAFT].pop("tau"),
             rf"key curves\.rules\[0\]\.ways\.{DRAFT}\.tau is missing",

@@ -64,13 +64,7 @@ def test_a_way_has_one_figure_wherever_it_is_shown(result: dict[str, Any]) -> No
     """The timed row of the verdict, on the page, on the screen and by load."""
     timed, judged = tables_of(result, "numbers").values()
     rows = {row[0]: row for row in timed.texts()}
-    assert rows["draft run this"][1:] == [
-        "3",
-        "0.675 [0.664, 0.687]",
-        "2.56 by replay",
-        "174",
-        "1.36x [1.31, 1.42]",
-    ]
+    assert rows["draft run this"][1:] == ["3", "0.675 [0.664, 0.687]", "2.56 by replay", "174", "1.36x [1.31, 1.42]"]
     assert rows["lookup+draft n-grams of 1 to 3, then 3 by the draft"][-1] == "1.30x [1.25, 1.35]"
     assert [row[0].strong for row in timed.cells] == [False, False, True, False, False]
     assert [row[0] for row in judged.texts()] == ["undistilled draft", "served draft", "draft"]
