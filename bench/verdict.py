@@ -3,7 +3,7 @@
     python bench/verdict.py runs/demo --times 10 --out bench/results/verdict.json
     python bench/verdict.py runs/demo --times 5 --fresh --out bench/results/verdict_fresh_demo_cpu.json     # each in a process of its own
 
-Each judgement repeats all timings: step costs, best gamma, the contest at batch 1. The text, the draft and its acceptance
+Each judgement repeats all timings: step costs, best gamma, the timing at one request. The text, the draft and its acceptance
 are the same, so all differences come from timing. `inside`: judgements whose interval contains the mean of all; `spread`: standard
 deviation of the speed-ups divided by their mean; `half_width`: the half width of the intervals, which also includes the texts' variance;
 `predicted_over_timed`: the draft's speed-up by its step times over the timed one.

@@ -116,9 +116,9 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
     )
 
 
-def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], known: Mapping[str, Judgement]) -> Evidence:
-    """Evidence without the target's weights: nothing is decoded or timed. known: the records that checkpoints have."""
-    scores, judged = score_all(setup, drafts), dict(known)
+def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], records: Mapping[str, Judgement]) -> Evidence:
+    """Evidence without the target's weights: nothing is decoded or timed. records: those that checkpoints have."""
+    scores, judged = score_all(setup, drafts), dict(records)
     for one in drafts:
         if one.name not in judged:
             own = scores[setup.rule][one.name]

@@ -48,8 +48,8 @@ COSTS = StepCosts(0.010, {1: 0.002, 4: 0.008, 6: 0.012}, {1: 0.011, 4: 0.012, 6:
 LENIENT = "draft, LOSSY lenience 2"
 
 
-class Told:
-    """Speeds as given: an interval of 1 % around each."""
+class FixedSpeeds:
+    """Estimates with an interval of 1 % around each."""
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = {ALONE: 1.0, **speeds}
@@ -76,7 +76,7 @@ def asked():
 
 
 @pytest.fixture(scope="module")
-def held(asked):
+def timing_of_ways(asked):
     setup, scored = asked
     return time_ways(setup, TARGET, ways_of(setup, TARGET, scored), BEST)
 
@@ -84,7 +84,7 @@ def held(asked):
 def with_speeds(timing: Timing, concurrency: int = 1) -> Timing:
     """The same timing, where the lossy ways are certainly the fastest."""
     speeds = {one.name: 1.1 for one in timing.ways} | {BEST: 1.5, LENIENT: 1.8}
-    return replace(timing, estimates=Told(speeds), concurrency=concurrency)
+    return replace(timing, estimates=FixedSpeeds(speeds), concurrency=concurrency)
 
 
 def verdict_with(asked, timing: Timing):
@@ -105,21 +105,21 @@ def verdict_with(asked, timing: Timing):
     return verdict_of(evidence, checkpoints=[judged[BEST]], self_checks={})
 
 
-def test_a_lossy_way_is_timed_with_its_price(asked, held):
-    rows = {one.way: one for one in held.rows(asked[1].scores[SETTINGS.rule])}
+def test_a_lossy_way_is_timed_with_its_price(asked, timing_of_ways):
+    rows = {one.way: one for one in timing_of_ways.rows(asked[1].scores[SETTINGS.rule])}
     row = rows[LENIENT]
     assert row.tokens_per_second > 0
     how = {key: how for key, how in row.how.items() if not key.endswith("_ms")}
     assert how == {"tau": "live", "speed_up": "timed", "total_variation": "replay", "differing": "live"}
     assert row.tau == pytest.approx(
-        np.divide(*np.sum([(one.tokens, one.blocks) for one in held.samples[LENIENT].values()], axis=0))
+        np.divide(*np.sum([(one.tokens, one.blocks) for one in timing_of_ways.samples[LENIENT].values()], axis=0))
     )
     assert 0 < row.total_variation < 1
     assert row.total_variation_ci[0] <= row.total_variation <= row.total_variation_ci[1]
     assert rows[BEST].total_variation is None
     assert row.tau > rows[BEST].tau * 0.9, "lenience keeps more, up to chance"
     greedy, prompts = (
-        SETTINGS.at_temperature_0(held[LENIENT].gamma),
+        SETTINGS.at_temperature_0(timing_of_ways[LENIENT].gamma),
         [(one.key, one.prompt_ids) for one in asked[0].frozen],
     )
     ours, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, replace(greedy, rule=greedy.rule.lenient(2.0)))
@@ -128,8 +128,8 @@ def test_a_lossy_way_is_timed_with_its_price(asked, held):
     assert row.differing == pytest.approx(np.mean(differ))
 
 
-def test_the_fastest_way_is_not_recommended_if_it_is_lossy_and_every_table_and_sentence_says_so(asked, held):
-    verdict = verdict_with(asked, with_speeds(held))
+def test_the_fastest_way_is_not_recommended_if_it_is_lossy_and_every_table_and_sentence_says_so(asked, timing_of_ways):
+    verdict = verdict_with(asked, with_speeds(timing_of_ways))
     assert set(verdict.run.values()) == {BEST}
     assert "LOSSY" not in verdict.headline
     facts = [fact for fact in verdict.facts if "lenience" in fact]

@@ -149,6 +149,6 @@ def test_cross_fitting_takes_the_optimism_away():
     error = np.std(fitted) / 20
     assert np.mean(plain) < 1.0 - 0.05
     assert abs(np.mean(fitted) - 1.0) < 3 * error
-    # A setting that is better for everybody is chosen by both halves.
+    # A setting that is better for every prompt is chosen by both halves.
     clear_NC = np.stack([np.full(8, 2.0), np.arange(1.0, 9.0) / 8.0], 1)
     np.testing.assert_array_equal(cross_fitted(clear_NC, range(8)), clear_NC[:, 1])
