@@ -11,13 +11,8 @@ MAY_SKIP = {
     "conftest.py",
     "distill/report/test_report_browser.py",
     "engines/test_engine_loop.py",
-    "engines/test_any_drafter_vllm.py",
-    "engines/test_vllm.py",
-    "engines/test_openvino.py",
-    "engines/test_llamacpp.py",
-    "engines/test_transformers4.py",
-    "engines/test_windowed_draft_vllm.py",
     "speculative/engine/test_products.py",
+    "support/engine_process.py",
 }
 SKIPS = {"skip", "skipif", "importorskip", "xfail"}
 
