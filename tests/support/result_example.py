@@ -315,25 +315,12 @@ def not_timed(result: dict[str, Any]) -> dict[str, Any]:
         row["how"]["tau"] = "replay"
         row.pop("tau_ci", None)
         row.pop("accepted_per_drafted", None)
-    for key in (
-        "run",
-        "costs",
-        "self_checks",
-        "plain_wins_from",
-        "best_gamma_range",
-        "roofline",
-        "latency_loads",
-        "pays",
-        "survival",
-    ):
+    gone = "run costs self_checks plain_wins_from best_gamma_range roofline latency_loads pays survival replay_check live_tokens"
+    for key in gone.split():
         del verdict[key]
-    verdict |= {
-        "measured": judged,
-        "outcome": "not_timed",
-        "headline": "Not timed here: the draft has more.",
-        "facts": [],
-    }
-    del verdict["replay_check"], verdict["live_tokens"], verdict["checkpoints"][-1]["live_check"]
+    verdict |= {"outcome": "not_timed", "headline": "Not timed here: the draft has more.", "facts": []}
+    verdict["measured"] = judged
+    del verdict["checkpoints"][-1]["live_check"]
     for curves in made["curves"]["rules"]:
         for curve in curves["ways"].values():
             del curve["predicted_speed_up"]
