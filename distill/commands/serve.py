@@ -30,7 +30,7 @@ from distill.engines.protocol.facts import EngineFacts
 from distill.engines.protocol.verdict import check, check_directory_name, server_command
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
-from distill.models.load import resolve
+from distill.models.load import GGUF, resolve
 from speculative.errors import UserError
 
 BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments
@@ -156,10 +156,17 @@ def program_of(engine: Engine, service: Service) -> Path:
 def _target(options: ServeOptions, directory: Path, name: str) -> str:
     """Return the target's place: --target, else the run's target, else the public name in the export.
 
-    Raises UserError: the place is neither a directory nor a hub id.
+    Raises UserError: the place is neither a directory, a GGUF file that the engine loads, nor a hub id.
     """
     run = run_of(options.run) or run_of(directory.parent)
     place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
+    if Path(place).is_file() and place.endswith(GGUF):
+        engine = _known(options.engine)[0]
+        if not engine.reads_gguf:
+            raise UserError(
+                f"{place}: {engine.name} loads no GGUF file; give the target's directory or hub id with --target"
+            )
+        return str(Path(place).resolve())
     if not (Path(place).is_dir() or ("/" in place and hub_id(place))):
         raise UserError(f"{directory}: no target {name} at {place}; give its directory or hub id with --target")
     return str(Path(place).resolve()) if Path(place).is_dir() else place

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts
 
 ROW_SLACK, FIRST_COMPARED_ID = 128, 5
+SUFFIX = ".gguf"
 FLOATS = ("auto", "f32", "f16", "bf16")  # what the converter writes; llama-quantize makes the others of `auto`
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp"
 TO_GGUF = Path(__file__).with_name("templates") / "to_gguf.j2"
@@ -45,10 +46,12 @@ def _progress(part: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
-    """Return a model's GGUF file TO-WEIGHTS.gguf, converted if needed. ``program``: llama-server, with llama-quantize beside it.
+    """Return a model's GGUF file TO-WEIGHTS.gguf, converted if needed; one that is a GGUF file is served as it is.
 
-    Raises UserError: llama.cpp is not there or refuses the model.
+    ``program``: llama-server, with llama-quantize beside it. Raises UserError: llama.cpp is not there or refuses the model.
     """
+    if Path(model).suffix == SUFFIX and weights == FLOATS[0]:
+        return Path(model)
     path = to.with_name(f"{to.name}-{weights}.gguf")
     partial = path.with_suffix(f".{os.getpid()}.partial")  # A running server may read the old file, another may write.
     base = gguf_of(model, to, FLOATS[0], program) if weights not in FLOATS else None

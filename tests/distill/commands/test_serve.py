@@ -146,6 +146,20 @@ def test_llama_cpp_is_converted_in_our_environment_and_takes_its_own_flags(
     assert alone == [word for word in words if word not in draft]
 
 
+def test_a_target_that_is_a_gguf_file_is_served_as_it_is_by_engines_that_load_one(
+    tmp_path: Path, options: ServeOptions
+) -> None:
+    program = tmp_path / "bin" / "llama-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    file = tmp_path / "target.gguf"
+    file.write_bytes(b"GGUF")
+    words = words_of(replace(options, engine="llama.cpp", target=str(file)))
+    assert words[4] == str(file)
+    assert gguf_of(str(file), tmp_path / "store", "auto", program) == file
+    assert "vLLM loads no GGUF file" in refused(words_of, replace(options, target=str(file)))
+
+
 def test_a_gguf_file_that_is_gone_is_made_again_and_a_failed_one_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

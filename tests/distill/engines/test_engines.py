@@ -180,6 +180,12 @@ def test_llama_cpp_commands():
     )
 
 
+def test_llama_cpp_converts_the_draft_only_if_the_target_is_a_gguf_file():
+    convert_draft, serve = calls(check("llama.cpp", replace(GOOD, target="some.gguf")).command)
+    assert convert_draft[2:] == [DRAFT, "--outfile", f"{DRAFT}.gguf"]
+    assert serve[:5] == ["llama-server", "-m", TARGET, "-md", f"{DRAFT}.gguf"]
+
+
 def test_transformers_code_compiles_and_serves_as_measured():
     verdict = check("transformers", GOOD)
     assert verdict.language == "python"
