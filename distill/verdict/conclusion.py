@@ -31,7 +31,7 @@ from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_sp
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.token_view import spread_over, token_view
-from distill.verdict.verdict import looks_of, verdict_of
+from distill.verdict.verdict import looks_of, training_row, verdict_of
 from speculative.drafters.draft import Draft
 from speculative.evaluate import Judgement
 from speculative.explain.disagreements import disagreements
@@ -80,12 +80,12 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
         settings,
         data.heldout,
         data.context,
+        data.past(config.judge_rule),
         looks=looks_of(records),
         decoding=decoding,
     )
     drafts = _drafts(run, config.judge.served_paths, target, records[0], best)
     if live:
-        setup = replace(setup, history=data.past(config.judge_rule))
         lighter = None
         if (how := config.export.quantize) is not None:
             quantised = lighter_draft(load_model(DRAFT, drafts[-1].path), how, target)
@@ -98,7 +98,8 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
         # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
         first = {} if config.student.parallel else {UNDISTILLED: records[0]}
         evidence = gather_by_replay(setup, drafts, first | {DRAFT: best})
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks)
+    learned = training_row(setup, evidence.best)
+    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, learned=learned)
     result = findings_of(
         evidence,
         verdict,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from distill.run.verdict_record import WAYS, Costs, DraftOf, Roofline, Verdict
+from distill.verdict.decoding import NamedDraft
 from distill.verdict.evidence import Evidence
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.sentence import conclude, within
@@ -17,11 +18,14 @@ from speculative.measure.cost import StepCosts, break_even_alpha, near_best_gamm
 from speculative.measure.effects import Effects, Gain, paired_effects
 from speculative.measure.intervals import ratio_interval, sum_by_prompt
 from speculative.measure.load import LoadCurve
-from speculative.measure.measured import HELD_OUT, SERVED, TARGET, UNDISTILLED, Measured, largest_load
+from speculative.measure.measured import HELD_OUT, SERVED, TARGET, TRAINING, UNDISTILLED, How, Measured, largest_load
 from speculative.measure.metrics import alpha_with_interval, ratio_with_interval
 from speculative.measure.record import VERSION
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.token_scores import TokenScores
+from speculative.measure.token_scores import TokenScores, score_tokens
+
+TRAINING_TEXTS = 128  # responses that are enough to see alpha differ by a few points
+OVERFIT = 0.02  # alpha; a smaller lead on learned text is no reason to look for more prompts
 
 
 def describe_costs(costs: StepCosts, setup: JudgingSetup) -> Costs:
@@ -47,23 +51,27 @@ def verdict_of(
     *,
     checkpoints: Sequence[Judgement],
     self_checks: dict[str, Any],
+    learned: Measured | None = None,
 ) -> Verdict:
     """Make the verdict from evidence alone: the last candidate compared with the undistilled and the served draft, if any.
 
-    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked.
+    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked. learned: its `training_row`.
     """
     setup, best = evidence.setup, evidence.judged[evidence.best.name]
     costs = evidence.best_costs
     gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
     conclusion = conclude(evidence, gain, against_served)
     repeated = repetition(setup.frozen)
+    judged = judged_rows(evidence)
+    lacking = _lacking_text(learned, next(row for row in judged if row.way == evidence.best.name))
     measured = [
-        *judged_rows(evidence),
+        *judged,
+        *([learned] if learned else []),
         *(row for timing in evidence.timings for row in timing.rows(evidence.scores[setup.rule])),
     ]
     limits = {str(name): most for name, most in setup.judge.latency_ms.items()} if evidence.timings else {}
     loads = {way: largest_load(measured, way, limits) for way in (TARGET, evidence.best.name) if limits}
-    facts = [*conclusion.facts, *_lighter(evidence), *within(limits, loads)]
+    facts = [*conclusion.facts, *lacking, *_lighter(evidence), *within(limits, loads)]
     curve = evidence.loads.curve
     return Verdict(
         format=2,
@@ -103,6 +111,42 @@ def verdict_of(
         ],
         seconds={},
     )
+
+
+def training_row(setup: JudgingSetup, draft: NamedDraft) -> Measured | None:
+    """alpha of a draft on some of the target's responses to training prompts, from one draft pass; None without any."""
+    every = max(1, len(setup.history) // TRAINING_TEXTS)
+    chosen = (setup.history[place] for place in range(0, len(setup.history), every))
+    texts = [text for text in chosen if len(text.response_ids) == len(text.log_target_probs) > 0][:TRAINING_TEXTS]
+    if not texts:
+        return None
+    scores = score_tokens(draft.draft.model, texts, setup.settings.sampling)
+    probs = [own.accept_probs(setup.rule) for own in scores]
+    alpha, ends = alpha_with_interval(probs, [tuple(text.prompt_ids) for text in texts])
+    tokens = sum(map(len, scores))
+    how: dict[str, How] = {"alpha": "replay"}
+    return Measured(
+        draft.name,
+        setup.rule.name,
+        text=TRAINING,
+        prompts=len(texts),
+        tokens=tokens,
+        alpha=alpha,
+        alpha_ci=ends,
+        how=how,
+    )
+
+
+def _lacking_text(learned: Measured | None, heldout: Measured) -> list[str]:
+    """A sentence if the draft is certainly better on text that it learned: then text is what lacks, and not training steps."""
+    if learned is None or learned.alpha_ci is None or heldout.alpha_ci is None:
+        return []
+    if learned.alpha_ci[0] <= heldout.alpha_ci[1] + OVERFIT:
+        return []
+    return [
+        f"On responses that it learned, alpha is {learned.alpha:.3f}, on held-out ones {heldout.alpha:.3f}: "
+        "more prompts would help, more steps would not."
+    ]
 
 
 def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgement]:

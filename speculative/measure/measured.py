@@ -26,7 +26,7 @@ UNDISTILLED, SERVED, DRAFT = "undistilled draft", "served draft", "draft"
 BY_TOKEN, BY_BLOCK = "draft, token by token", "parallel"
 LOOKUP, PAST, LOOKUP_DRAFT = "prompt-lookup", "past-responses", "lookup+draft"
 # The `text` of a row about all held-out text; other rows are about a domain or another target.
-HELD_OUT = "held-out"
+HELD_OUT, TRAINING = "held-out", "training"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,9 @@ class Measured:
     way: Annotated[str, "`target alone`, `draft`, `prompt-lookup`, `lookup+draft`, ..."]
     rule: Annotated[str, "engine rule"]
     concurrency: Annotated[int, "requests decoded at once"] = 1
-    text: Annotated[str, "`held-out`, one of its domains, or another target"] = HELD_OUT
+    text: Annotated[
+        str, "`held-out`, one of its domains, `training` (responses that it learned), or another target"
+    ] = HELD_OUT
     prompts: Annotated[int | None, "prompts of the text"] = None
     tokens: Annotated[int | None, "tokens of their responses"] = None
     gamma: Annotated[int | None, "tokens proposed per block; 0: none"] = None

@@ -2,6 +2,7 @@
 
 import html
 import json
+from dataclasses import replace
 from typing import get_args
 
 import hypothesis
@@ -24,7 +25,8 @@ from distill.verdict.evidence import Evidence, Loads
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.sentence import headline_of, order
 from distill.verdict.timing import Timing
-from distill.verdict.verdict import verdict_of
+from distill.verdict.verdict import training_row, verdict_of
+from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.evaluate import HeldoutResponse, Judgement
@@ -178,6 +180,28 @@ def test_outcome_headline_and_facts(gain, ratios, outcome, pays, headline, fact)
     assert len(found.headline.split()) <= 25
     assert all("\n" not in line and len(line.split()) <= 40 for line in found.facts)
     assert Verdict.model_validate(json.loads(json.dumps(found.record()))) == found
+
+
+def test_alpha_on_learned_text_stands_beside_held_out_alpha() -> None:
+    """A model on its own text has alpha 1; text that it cannot write lowers it. The sentence is there if learned text is certainly better."""
+    model = MODEL.model
+    prompts = [(str(number), [number + 1]) for number in range(12)]
+    learned = decode(model, None, prompts, DecodeSettings(max_tokens=12))[0]
+    setup = replace(evidence_of(0.1, None).setup, history=learned)
+    row = training_row(setup, NamedDraft(DRAFT, "", 0, Draft(model)))
+    assert row is not None
+    assert (row.text, row.prompts, row.tokens) == ("training", 12, sum(len(one.response_ids) for one in learned))
+    assert row.alpha == pytest.approx(1.0, abs=1e-4), "its own text, recomputed in float32"
+    assert training_row(evidence_of(0.1, None).setup, NamedDraft(DRAFT, "", 0, Draft(model))) is None
+
+    evidence = evidence_of(0.1, None)
+    found = verdict_of(evidence, checkpoints=[judgement()] * 2, self_checks={}, learned=row)
+    assert "On responses that it learned, alpha is 1.000, on held-out ones 0.500: more prompts would help" in str(
+        found.facts
+    )
+    assert row in found.measured
+    even = replace(row, alpha=0.61, alpha_ci=(0.6, 0.62))
+    assert "learned" not in str(verdict_of(evidence, checkpoints=[judgement()] * 2, self_checks={}, learned=even).facts)
 
 
 def headlines():
