@@ -92,7 +92,7 @@ class RefreshOptions:
 
     understudy refresh runs/demo --traffic traffic/
 
-    Trains only if acceptance fell. A statistical test decides whether the new version is
+    Trains only if acceptance fell and a retraining would pay off. A statistical test decides whether the new version is
     published.
 
     Exit status: 0 published or not needed, 1 the old draft stays or the training failed, 2 a mistake in the command or its
@@ -105,6 +105,7 @@ class RefreshOptions:
     drafts: Annotated[Path | None, typer.Option(help="folder of the draft's versions; default: drafts/NAME")] = None
     share: Annotated[float, typer.Option(help="share of the training prompts that comes from traffic")] = 0.5
     margin: Annotated[float, typer.Option(help="largest allowed loss of alpha on an old slice")] = 0.01
+    payback_days: Annotated[float, typer.Option(help="days within which the training must pay for itself")] = 7.0
     target_version: TargetVersion = ""
     launcher: Launcher = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the reasons and write nothing")] = False

@@ -1,9 +1,10 @@
-"""The config of a refresh's training, as overrides of the run's config, and the stores that it starts with."""
+"""Configs of a refresh's probe and training, as overrides of the run's config, and the stores that both start with."""
 
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data.files import MANIFEST, write_bytes
 from data.responses.rendered import StoredPrompts
@@ -31,6 +32,14 @@ _WARM = {
     "serving.samples_per_prompt": 1,
     "judge.served": None,
     "judge.lenience": [],
+}
+# A probe is only replayed; nothing is timed.
+_PROBE = {
+    "judge.live": "never",
+    "judge.load": [],
+    "judge.replay_every": 0,
+    "tracking.trackers": [],
+    "export.quantize": None,
 }
 
 
@@ -76,11 +85,21 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
         "judge.prompts": judged + fresh,
         "judge.every": -(-steps // JUDGED),
     }
-    own = {"name": folder.name, "output": str(folder.parent), "student.path": str(student)} | _WARM | keys
-    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items()]
-    path = folder / "refresh.yaml"
-    write_bytes(path, dump_config(load_config(home / layout.CONFIG, [*words, *asked])).encode())
-    return path
+    return _write(folder / "refresh.yaml", home, student, folder, keys, asked)
+
+
+def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: int, asked: Sequence[str]) -> Path:
+    """Write the probe's config and return its path: ``steps`` on the traffic alone, judged on its later part. Raises UserError: an invalid
+    override.
+    """
+    train, heldout = _prompts(export)
+    keys = _PROBE | {
+        "data.train": _sources((train, None)),
+        "data.heldout": _sources((heldout, None)),
+        "judge.prompts": max(2, len(StoredPrompts(heldout))),
+    }
+    length = [f"train.steps={steps}", f"judge.every={steps}"]
+    return _write(folder.with_name(f"{folder.name}.yaml"), home, student, folder, keys, [*asked, *length])
 
 
 def _prompts(folder: Path) -> tuple[Path, Path]:
@@ -89,6 +108,13 @@ def _prompts(folder: Path) -> tuple[Path, Path]:
 
 def _sources(*files: tuple[Path, int | None]) -> list[dict[str, str | int | None]]:
     return [{"path": str(path), "limit": limit} for path, limit in files if limit != 0]
+
+
+def _write(path: Path, home: Path, student: Path, folder: Path, keys: dict[str, Any], asked: Sequence[str]) -> Path:
+    own = {"name": folder.name, "output": str(folder.parent), "student.path": str(student)} | _WARM | keys
+    words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items()]
+    write_bytes(path, dump_config(load_config(home / layout.CONFIG, [*words, *asked])).encode())
+    return path
 
 
 def adopt_stores(folder: Path, homes: Sequence[Path]) -> None:

@@ -2,9 +2,11 @@
 
 runs/NAME-refresh-v0002/refresh.json   stage, reasons and gate, which are not computed again
                         traffic/       the export of the log
+                        probe/         the run that measures headroom, deleted at the end
                         refresh.yaml   the training's config; the folder is that run
 """
 
+import re
 import shlex
 import shutil
 import sys
@@ -24,8 +26,8 @@ from distill.live.alarm import Reason, alarm
 from distill.live.arms import ARMS, read_arms
 from distill.live.options import ExportTrafficOptions, RefreshOptions
 from distill.live.refresh.gate import judge_gate
-from distill.live.refresh.plan import adopt_stores, run_config, student_of, write_training
-from distill.live.refresh.reasons import own_words
+from distill.live.refresh.plan import adopt_stores, run_config, student_of, write_probe, write_training
+from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words, payback
 from distill.live.refresh.state import (
     KEPT,
     NOT_NEEDED,
@@ -47,13 +49,14 @@ from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 from speculative.measure.intervals import interval
 
-TRAFFIC = "traffic"
+TRAFFIC, PROBE = "traffic", "probe"
+PROBE_STEPS = 30  # trial steps on fresh traffic that measure the headroom
 KEPT_VERSIONS = 5  # the newest; the current one and its parent always stay
-FEWEST_PROMPTS = 24  # to train on
+FEWEST_PROMPTS = 24  # to train on; a probe on fewer is not meaningful
 OWN_KEYS = ("name", "output", "target", "serving", "data.train", "data.heldout", "student.init", "student.path")
 R = TypeVar("R", bound=Reason)
 # Options that must be the same when a refresh resumes.
-FIXED = ("share", "margin", "target_version")
+FIXED = ("share", "margin", "payback_days", "target_version")
 
 
 def refresh_command(options: RefreshOptions, console: Console) -> int:
@@ -99,6 +102,8 @@ def _check(options: RefreshOptions) -> None:
     for name, value, most in (("share", options.share, 1.0), ("margin", options.margin, 1.0)):
         if not 0 < value <= most:
             raise UserError(f"--{name} {value:g}: give a number above 0 and at most 1")
+    if options.payback_days <= 0:
+        raise UserError(f"--payback-days {options.payback_days:g}: give a number above 0")
     for word in options.overrides or ():
         if word.startswith(OWN_KEYS):
             raise UserError(f"{word}: a refresh sets this key itself; remove the override")
@@ -166,8 +171,10 @@ class _Refresh:
         last = self.state.resume(stages)
         if last in UNTRAINED or self.options.dry_run:
             shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
-        if last in STATUS and not self.options.dry_run:
-            self._say(f"{last}: {self.folder / State.FILE}")
+        if last in STATUS:
+            shutil.rmtree(self.folder / PROBE, ignore_errors=True)
+            if not self.options.dry_run:
+                self._say(f"{last}: {self.folder / State.FILE}")
         return STATUS.get(last, 0)
 
     def _begin(self) -> None:
@@ -191,7 +198,8 @@ class _Refresh:
                 "give the same value, or delete the folder"
             )
         if changed:
-            shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)
+            for name in (TRAFFIC, PROBE):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
             self.state.options, self.state.reasons, self.state.window = chosen, Reasons(), None
 
     def _say(self, words: str) -> None:
@@ -211,11 +219,11 @@ class _Refresh:
         return reason
 
     def _decide(self) -> None:
-        """Decide whether to train. Without an alarm, the text is checked only with --force or --dry-run."""
+        """Decide whether to train. Without an alarm, the other reasons are computed only with --force or --dry-run."""
         options = self.options
         needed = self._reason("alarm", lambda: alarm(self.log, self.version)).holds
         if needed or options.force or options.dry_run:
-            needed = self._reason("text", lambda: own_words(self.home, self._export())).holds and needed
+            needed = self._worth_it() and needed
         missing = self.state.reasons.missing()
         words = "decision: train" if needed else f"decision: do not train (no {', no '.join(missing)})"
         if "text" in missing:
@@ -224,6 +232,21 @@ class _Refresh:
             self._enter("training", words + ("" if needed else "; training anyway (--force)"))
         else:
             self._enter(NOT_NEEDED, words)
+
+    def _worth_it(self) -> bool:
+        """Compute text check, headroom and payback; whether all hold."""
+        if not self._reason("text", lambda: own_words(self.home, self._export())).holds:
+            return False
+        gain = self._reason("headroom", self._headroom)
+        return self._reason("payback", lambda: self._payback(gain)).holds and gain.holds
+
+    def _headroom(self) -> Headroom:
+        export, probe = self._export(), self.folder / PROBE
+        student, overrides = student_of(self.served, self.home), self.options.overrides or []
+        path = write_probe(self.home, student, export, probe, PROBE_STEPS, overrides)
+        adopt_stores(probe, [export])
+        self._apart(path)
+        return headroom(load_verdict(probe), PROBE_STEPS)
 
     def _export(self) -> Path:
         """Export the traffic once; later requests belong to the next refresh."""
@@ -239,6 +262,15 @@ class _Refresh:
             self.state.store(self.folder)
         return export
 
+    def _payback(self, gain: Headroom) -> Payback:
+        verdict, steps = load_verdict(self.home), load_config(self._config()).train.steps
+        processes = re.search(r"--num[_-]processes[ =](\d+)", self.options.launcher)
+        others = sum(verdict.seconds.get(stage, 0.0) for stage in ("self_checks", "judge", "verdict"))
+        seconds = (int(processes[1]) if processes else 1) * (gain.train_seconds / gain.steps * steps + others)
+        records = [record for record in self.log.records if record.draft_version == self.version]
+        costs = verdict.costs or load_verdict(self.options.run).costs  # models of the same shapes
+        return payback(costs, records, gain.tau, gain.tau_gain, seconds, self.options.payback_days)
+
     def _config(self) -> Path:
         """Write the training's config and return its path."""
         student, overrides = student_of(self.served, self.home), self.options.overrides or []
@@ -247,7 +279,7 @@ class _Refresh:
     def _train(self) -> None:
         if not (self.folder / VERDICT).exists():
             path = self._config()
-            adopt_stores(self.folder, [self.home, self.folder / TRAFFIC])
+            adopt_stores(self.folder, [self.home, self.folder / TRAFFIC, self.folder / PROBE])
             self._say(f"training {self.folder}: {load_config(path).train.steps} steps, log in {self.folder}.log")
             self._apart(path)
         self._enter("judging", f"{self.folder} is trained")

@@ -15,7 +15,7 @@ from data.files import locked
 from distill.live.alarm import Alarm, Reason
 from distill.live.options import RefreshOptions
 from distill.live.refresh.gate import Gate
-from distill.live.refresh.reasons import OwnText
+from distill.live.refresh.reasons import Headroom, OwnText, Payback
 from distill.live.stages import Stages
 from distill.live.traffic.export import Exported
 from distill.live.versions import next_name, waiting_version
@@ -33,6 +33,8 @@ class Reasons(Record):
 
     alarm: Alarm | None = None
     text: OwnText | None = None
+    headroom: Headroom | None = None
+    payback: Payback | None = None
 
     def missing(self) -> list[str]:
         """Names of computed reasons that do not hold."""

@@ -18,11 +18,12 @@ from rich.console import Console
 from traffic_log import SAMPLING, record_of, write_log
 
 from distill.commands.training_process import TrainingFailed
-from distill.config.load import load_config
+from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.live.alarm import alarm
 from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
+from distill.live.refresh.plan import write_probe
 from distill.live.refresh.refresh import refresh_command
 from distill.live.refresh.state import State
 from distill.live.rollout.rollout import gate_of
@@ -39,11 +40,12 @@ QUICK = [
     "train.micro_batch_size=16",
 ]
 FIRST, HEALTHY = 90, 40  # requests before the first refresh, and before acceptance falls
-WIDE_MARGIN = {"margin": 0.1}
+LONG_PATIENCE = {"payback_days": 1e12, "margin": 0.1}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "PROBE_STEPS", 16)
     monkeypatch.setattr(refresh, "alarm", partial(alarm, false_alarms=0.2, burn_in=30))
 
 
@@ -112,7 +114,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, without_figures: None) -> list[str]
 
 def call(place: Path, **options: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=1000)
-    known = {"traffic": place / "traffic", "drafts": place / "drafts", "overrides": QUICK, **WIDE_MARGIN}
+    known = {"traffic": place / "traffic", "drafts": place / "drafts", "overrides": QUICK, **LONG_PATIENCE}
     status = refresh_command(RefreshOptions(place / "runs" / "tiny", **{**known, **options}), console)
     return status, console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -142,8 +144,10 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     status, words = call(place)
     state = state_of(place)
     assert (status, state["stage"]) == (0, "published"), words
-    assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(("alarm", "text"), True)
-    assert trained == ["tiny-refresh-v0002"]
+    assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(
+        ("alarm", "text", "headroom", "payback"), True
+    )
+    assert trained == ["probe", "tiny-refresh-v0002"]
     _, second = list_versions(place / "drafts")
     assert (second.name, second.parent) == ("v0002", "v0001")
     told = second.provenance
@@ -158,7 +162,7 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     # Only a rollout or --approve moves `current`.
     assert (current_version(place / "drafts") or second).name == "v0001"
     assert "is waiting for its rollout" in call(place)[1]
-    assert len(trained) == 1
+    assert len(trained) == 2
     # Old and new text was judged, and the training used the requested share of new prompts.
     gate = state["gate"]
     assert gate["new"][0]["certain"] == "gain"
@@ -174,7 +178,7 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     assert (current_version(place / "drafts") or second).name == "v0002"
     with pytest.raises(UserError, match=r"no requests with draft counts for version v0002"):
         call(place)
-    assert len(trained) == 1
+    assert len(trained) == 2
     assert not (place / "runs" / "tiny-refresh-v0003").exists()
     # The second refresh starts from the first one's draft and treats its new data as old.
     write_log(place / "traffic", responses[:FIRST], [replace(one, draft_version="v0002") for one in responses[FIRST:]])
@@ -218,7 +222,9 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
 
     before = seen()
     status, words = call(place, dry_run=True)
-    assert (status, trained) == (0, [])
+    assert (status, trained) == (0, ["probe"])
+    assert "headroom: alpha" in words
+    assert "GPU-hours" in words
     assert "decision: train" in words, words
     assert seen() == before
 
@@ -244,7 +250,7 @@ def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], mo
                 state["options"]["margin"] = 0.2
                 (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state))
     assert (status, state_of(place)["stage"]) == (0, "published")
-    assert trained == ["tiny-refresh-v0002"]
+    assert trained == ["probe", "tiny-refresh-v0002"]
     assert [*dict.fromkeys(stages)] == ["deciding", "training", "judging", "publishing", "published"]
     version = current_version(place / "drafts")
     assert version is not None
@@ -257,3 +263,22 @@ def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[Traffi
     assert (status, trained, state_of(place)["stage"]) == (0, [], "not needed")
     assert "do not train (no alarm)" in words
     assert call(place)[0] == 0  # the same number again: no version was made
+
+
+def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    status, words = call(place, overrides=[*QUICK, "optim.lr=1e-12"])
+    assert (status, trained, state_of(place)["stage"]) == (0, ["probe"], "not needed")
+    assert "do not train (no headroom" in words
+    assert "no certain gain" in words
+    folder = place / "runs" / "tiny-refresh-v0002"
+    assert not (folder / "traffic").exists()
+    assert not (folder / "probe").exists()
+
+
+def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:
+    """It decodes nothing."""
+    home = place / "runs" / "tiny"
+    ways = ["judge.lenience=[2]"]
+    (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", ways)))
+    judge = load_config(write_probe(home, home, home, place / "probe", 3, [])).judge
+    assert (judge.lenience, judge.live) == ((), "never")

@@ -1,4 +1,4 @@
-"""The check of the text, the share of traffic, the gate's decisions, and input errors."""
+"""Payback and load by hand, the share of traffic, the gate's decisions, and input errors."""
 
 import io
 import json
@@ -24,14 +24,65 @@ from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
 from distill.live.refresh.gate import failure_of, small_slices
 from distill.live.refresh.plan import mixed
-from distill.live.refresh.reasons import own_words
+from distill.live.refresh.reasons import concurrency, own_words, payback
 from distill.live.refresh.refresh import refresh_command
 from distill.live.refresh.state import refresh_folder
 from distill.live.rollout.engine import Engine
 from distill.live.rollout.state import State
 from distill.live.versions import list_versions, make_current
+from distill.run.verdict_record import Costs
 from speculative.errors import UserError
 from speculative.measure.effects import Gain
+
+# A block of gamma 3 takes 0.01 x (3 x 0.1 + 1.2) = 0.015 s.
+COSTS = Costs(
+    target_step_seconds=0.01,
+    draft_step_seconds=0.001,
+    cost_ratio=0.1,
+    cost_ratio_at={1: 0.5, 3: 0.1},
+    verify_ratio={1: 1.1, 3: 1.2},
+)
+# 1,000 tokens in a day, never two requests at once.
+A_DAY = [
+    record_of(
+        number,
+        time=number * 86_390.0,
+        total_s=10.0,
+        response_tokens=500,
+        response_ids=None,
+        accepted=500,
+        drafted=1500,
+        blocks=500,
+    )
+    for number in (0, 1)
+]
+
+
+def test_payback_equals_a_hand_calculation() -> None:
+    # A token takes 0.015 / tau seconds; from tau 1.5 to 2 that saves 0.015 x (1 / 1.5 - 1 / 2) = 0.0025 s, 2.5 s a day.
+    found = payback(COSTS, A_DAY, 1.5, 0.5, seconds=5.0, days=2.5)
+    assert found.sentence.startswith("payback: 1,000 tokens and 2 requests a day, 1.0 in flight, 15.00 ms per block")
+    assert found.saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
+    assert found.training_gpu_hours == pytest.approx(5 / 3600)
+    assert (found.days, found.holds) == (pytest.approx(2.0), True)
+    assert not payback(COSTS, A_DAY, 1.5, 0.5, seconds=7.0, days=2.5).holds
+    # Two requests share every step, so half of it is saved.
+    twice = [*A_DAY, *(replace(one, id=f"{one.id}b") for one in A_DAY)]
+    assert payback(COSTS, twice, 1.5, 0.5, 5.0, 2.5).saved_gpu_hours_per_day == pytest.approx(2.5 / 3600)
+
+
+@pytest.mark.parametrize(("costs", "gain"), [(None, 0.5), (COSTS, 0.0), (COSTS, -0.2)])
+def test_without_savings_there_is_no_payback(costs: Costs | None, gain: float) -> None:
+    found = payback(costs, A_DAY, 1.5, gain, 5.0, 1e9)
+    assert not found.holds
+    json.dumps(found.record(), allow_nan=False)
+
+
+def test_requests_in_flight_are_counted_while_there_are_any() -> None:
+    spans = [(0.0, 10.0), (0.0, 10.0), (20.0, 10.0), (100.0, None)]
+    records = [record_of(number, time=start, total_s=took) for number, (start, took) in enumerate(spans)]
+    assert concurrency(records) == pytest.approx(1.5)  # 30 s of requests in 20 s
+    assert concurrency(records[3:]) == 1.0
 
 
 def test_greedy_text_differs_from_text_that_was_mixed_up(tiny_run: Path, tmp_path: Path) -> None:
