@@ -183,7 +183,7 @@ def test_outcome_headline_and_facts(gain, ratios, outcome, pays, headline, fact)
 
 
 def test_alpha_on_learned_text_stands_beside_held_out_alpha() -> None:
-    """A model on its own text has alpha 1; text that it cannot write lowers it. The sentence is there if learned text is certainly better."""
+    """A model on its own text has alpha 1. The sentence is there if learned text is certainly better."""
     model = MODEL.model
     prompts = [(str(number), [number + 1]) for number in range(12)]
     learned = decode(model, None, prompts, DecodeSettings(max_tokens=12))[0]
