@@ -147,6 +147,21 @@ def test_blocks_of_python_and_of_compiled_code_take_turns(name: str, rule: str) 
         assert [getattr(one, told) for one in found[0]] == [getattr(one, told) for one in found[1]]
 
 
+def test_text_is_the_same_bits_whatever_the_block() -> None:
+    """At temperature 0, with and without a draft, of any gamma, alone and among others: no near-tie can part them."""
+    found = [
+        decode(
+            TARGET,
+            ModelDrafter(DRAFT),
+            PROMPTS,
+            DecodeSettings(GREEDY, gamma, Rule.named("greedy"), 60),
+            batch_size=rows,
+        )[0]
+        for gamma, rows in ((0, 1), (0, 5), (1, 1), (4, 1), (4, 3), (9, 5))
+    ]
+    assert all(texts(one) == texts(found[0]) for one in found)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls of compiled code that run blocks."""

@@ -7,14 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_rows import (
-    TARGET,
-    HostRows,
-    repeating_prompts,
-)
+from host_rows import SMALL_DRAFT, SMALL_VOCAB, TARGET, HostRows, repeating_prompts, sampled_text_p_value
 from tiny_models import perturbed
 
 from speculative.decode import decode
+from speculative.decoder import block_loop
 from speculative.decoder.block_loop import BlockLoop
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import Ask, Drafter, ModelDrafter, Proposal, Seats
@@ -22,7 +19,7 @@ from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
-from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot
+from speculative.rules.sampling import GREEDY, SamplingSettings, one_hot, row_uniforms
 from speculative.rules.tree import TokenTree
 
 DRAFT = perturbed(TARGET)
@@ -178,3 +175,43 @@ def test_the_second_drafter_never_reads_tokens_that_were_not_emitted(monkeypatch
     assert sources == {0, 1}
     monkeypatch.setattr(LookupDraft, "_call_back_strayed", lambda self, ask: None)
     assert not all(accepted_of_the_draft(cascade)[0]), "this test would not see what it is there to see"
+
+
+class Remembering(ModelDrafter):
+    """Keeps the tokens it drew last."""
+
+    drawn_RG = torch.zeros(0, 0, dtype=torch.int64)
+
+    def propose(self, ask: Ask) -> Proposal:
+        proposal = super().propose(ask)
+        if ask.gamma:
+            self.drawn_RG = proposal.ids_RG
+        return proposal
+
+
+class Peeking(Scripted):
+    """Decides by what the draft drew for later places of the block before, whether or not they were discarded."""
+
+    def __init__(self, draft: Remembering):
+        super().__init__("peeking", Proposal(torch.zeros(0, 0, dtype=torch.int64)))
+        self.draft = draft
+
+    def propose(self, ask: Ask) -> Proposal:
+        rows = len(ask.lengths_R)
+        counts_R = np.zeros(rows, dtype=np.int64)
+        if self.draft.drawn_RG.shape == (rows, ask.gamma):
+            counts_R[(self.draft.drawn_RG[:, 1] >= SMALL_VOCAB // 2).numpy()] = 1
+        return Proposal(torch.full((rows, 1), 3), counts_R=counts_R)
+
+
+def test_a_decision_may_depend_on_discarded_tokens_of_earlier_blocks(monkeypatch):
+    """Each block draws numbers of its own. The same chi-square sees a block that uses those of a position again."""
+    draft = Remembering(SMALL_DRAFT)
+    cascade, settings = LookupDraft(Peeking(draft), draft), DecodeSettings(gamma=3)
+    assert sampled_text_p_value(cascade, settings) > 1e-3
+
+    def by_position(seed, key, length, places, columns):
+        return row_uniforms(seed, key, length + places).unfold(0, places, 1)[:length].transpose(1, 2)
+
+    monkeypatch.setattr(block_loop, "block_uniforms", by_position)
+    assert sampled_text_p_value(cascade, settings) < 1e-6

@@ -11,6 +11,7 @@ from speculative.decode import decode, generate
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
+from speculative.drafters.early_exit import EarlyExit
 from speculative.drafters.gamma import FixedGamma
 from speculative.engine import cached_model, memory
 from speculative.engine.runners import Recording, make_runner, resolve_runner
@@ -90,6 +91,12 @@ def test_what_a_reader_asks_for_comes_from_recorded_blocks_too(recorded, tmp_pat
     next(stream)
     stream.close()
     assert memory.holds(target, 3, 32)
+
+
+def test_early_exit_works_with_recorded_calls(recorded):
+    target = tiny_model("llama", num_hidden_layers=4)
+    responses, _ = decode(target, EarlyExit(target, 3), PROMPTS, GREEDY_3, batch_size=3, runner="graph")
+    assert texts(responses) == generated(target, PROMPTS, 24)
 
 
 def test_buffers_made_in_inference_mode_serve_nobody_outside(recorded):

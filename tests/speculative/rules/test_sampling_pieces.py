@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.engine import memory
+from speculative.rules import sampling
 from speculative.rules.sampling import (
     PIECE,
     _interval,
@@ -43,6 +44,22 @@ def test_every_token_gets_its_share_of_evenly_spaced_uniforms(weights: list[int]
         ids = sample_by_pieces(counts.to(dtype)[None], points[None])[0]
         assert torch.equal(torch.bincount(ids, minlength=len(weights)), counts)
         assert torch.equal(ids, ids.sort().values)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 128])
+def test_the_uniforms_of_a_token_measure_its_probability(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 1e-12: where a token's uniforms end is found by halving, with ids that never fall as uniforms rise."""
+    monkeypatch.setattr(sampling, "PIECE", piece)
+    for vocab in (1, 2, 5, 8, 9):
+        probs = random_rows(vocab, 6, vocab, 1.5, 0.3).double()
+        probs /= probs.sum(-1, keepdim=True)
+        low, high = torch.zeros_like(probs), torch.ones_like(probs)
+        for _ in range(60):
+            middle = (low + high) / 2
+            behind = sample_by_pieces(probs, middle) > torch.arange(vocab)
+            low, high = torch.where(behind, low, middle), torch.where(behind, middle, high)
+        measured = torch.diff(high, prepend=torch.zeros(6, 1, dtype=torch.float64))
+        torch.testing.assert_close(measured, probs, rtol=0, atol=1e-12)
 
 
 @given(

@@ -10,6 +10,7 @@ from table_models import TREES, token_trees
 
 from speculative.rules.sampling import one_hot, sample
 from speculative.rules.tree import TokenTree, draw_children, top_children, verify_tree, verify_tree_greedy
+from speculative.rules.verify import verify
 
 
 @given(tree=token_trees(max_nodes=12))
@@ -128,6 +129,31 @@ def test_equals_the_algorithm_as_written(tree, seed, vocab, drawn, sharpness):
                 overlap = float(torch.minimum(target_probs[row, node], draft_probs[row, node]).sum())
             assert abs(float(outcome.overlap_BD[row, depth]) - overlap) < 1e-12
             assert not bool(outcome.accept_probs_BDK[row, depth, len(children) :].any())
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_a_chain_equals_the_plain_rule(gamma, dtype, dense):
+    generator, rows, vocab = torch.Generator().manual_seed(gamma), 3000, 8
+    logits = torch.randn(rows, gamma + 1, vocab, generator=generator, dtype=dtype)
+    target_probs = logits.softmax(-1)
+    draft_probs = (logits + torch.randn(logits.shape, generator=generator, dtype=dtype)).softmax(-1)[:, :gamma]
+    draft_probs[:300] = target_probs[:300, :gamma]
+    ids = torch.multinomial(draft_probs.flatten(0, 1), 1, generator=generator).view(rows, gamma)
+    coins, uniforms = (torch.rand(rows, gamma + more, generator=generator, dtype=torch.float64) for more in (0, 1))
+    rows_of_draft = draft_probs if dense else None
+    tree = TokenTree.from_branching((1,) * gamma)
+    outcome = verify_tree(tree, target_probs, ids, rows_of_draft, coins.unsqueeze(-1), uniforms)
+    expected = verify(target_probs, ids, rows_of_draft, coins, uniforms)
+    assert torch.equal(outcome.accepted_B, expected.accepted_B)
+    assert torch.equal(outcome.next_ids_B, expected.next_ids_B)
+    places = torch.arange(gamma)
+    assert torch.equal(outcome.path_BD, (places + 1) * (places < expected.accepted_B[:, None]))
+    reached = places <= expected.accepted_B[:, None]
+    assert torch.equal(outcome.accept_probs_BDK.squeeze(-1), expected.accept_probs_BG * reached)
+    # Summed another way here: 1 - sum max(target - draft, 0).
+    torch.testing.assert_close(outcome.overlap_BD, expected.overlap_BG * reached, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", TREES)

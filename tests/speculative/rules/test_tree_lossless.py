@@ -151,6 +151,27 @@ def test_the_same_enumeration_catches_other_rows_than_those_drawn_from(shape, ne
     assert largest_error(tree, target, draft, next_rows, told=draft.roll(1, -1)) > 1e-3
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_absent_candidates_take_nothing_away(replacement, next_rows):
+    """A filler, put where nothing was drawn, has draft probability 0. Siblings in front of and behind it stay right."""
+    tree, vocab = TokenTree.from_branching((3,)), 4
+    target, draft = table_pair(3, vocab, 1, SamplingSettings(1.0))
+    draft[:, 2] = 0.0
+    draft /= draft.sum(1, keepdim=True)
+    expected = target_text_probs(target, 2)
+    pairs = all_sequences(vocab, 2)
+    drawn = drawing_probs(TokenTree((0, 0)), pairs, draft[:1].expand(len(pairs), 1, vocab).repeat(1, 3, 1), replacement)
+    for filler_place in range(3):
+        ids = torch.cat(
+            [pairs[:, :filler_place], torch.full((len(pairs), 1), 2), pairs[:, filler_place:]], 1
+        )  # token 2 is never drawn
+        mass = sum(
+            emitted_mass(contexts, weights, rows, 2)
+            for contexts, weights, rows in outcomes(tree, target, draft, next_rows, ids, drawn)
+        )
+        assert float((text_probs(mass, target, 2) - expected).abs().max()) < 1e-12
+
+
 def decoded(tree, target, draft, length, rows, drawn):
     """Texts (rows, length) of many trees. Every number belongs to a position, and is used again after a short block."""
     vocab, generator, width = target.shape[1], torch.Generator().manual_seed(3), tree.max_children
