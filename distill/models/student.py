@@ -214,7 +214,9 @@ def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> Pretr
         # transformers accepts any field and ignores unknown ones, so check the names here.
         plain = AutoConfig.for_model(model_type)
         for name in fields:
-            if not hasattr(plain, name):
+            # Most config.json files on hubs have the base of the rotation as a field of its own; transformers takes it too.
+            older = name == "rope_theta" and hasattr(plain, "rope_parameters")
+            if not (hasattr(plain, name) or older):
                 near = difflib.get_close_matches(name, plain.to_dict(), n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
                 raise UserError(f"student.architecture.{name}: {model_type} has no such field{hint}")

@@ -63,6 +63,11 @@ def test_random_weights_follow_the_seed_alone() -> None:
     assert first.config.eos_token_id == tokenizer.eos_token_id
 
 
+def test_the_rotation_of_an_older_config_file_is_a_field_too() -> None:
+    draft = from_architecture(ARCHITECTURE | {"rope_theta": 5e5}, tiny_tokenizer(), 320, seed=5)
+    assert draft.config.rope_parameters["rope_theta"] == 5e5
+
+
 @pytest.mark.parametrize(
     "change", [{"attention_dropout": 0.5}, {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1}]
 )
