@@ -32,7 +32,7 @@ from distill.training.batches import check_packing, make_batches, make_objective
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, shards_of
-from distill.training.signal import make_teacher
+from distill.training.signal import make_teacher, require_signal
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
@@ -83,6 +83,7 @@ def start(config: RunConfig) -> Run:
 def distil(run: Run) -> None:
     """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
     config = run.config
+    require_signal(config)
     target = Target(config.target, run.device, run.folder)
     preflight(run, target)
     data = RunData(run, target)

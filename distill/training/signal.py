@@ -10,6 +10,7 @@ from data.responses.respond import ProgressBar
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.store import SignalFacts, SignalStore
 from distill.config.layout import RESPONSES, TRAINING
+from distill.config.run import RunConfig
 from distill.config.sections import SignalConfig
 from distill.models.target import Target, TargetFacts
 from distill.run.responses import signal_manifest_of
@@ -41,6 +42,13 @@ def open_signal_store(
             f"missing{found}; run {store.again} first"
         )
     return store
+
+
+def require_signal(config: RunConfig) -> None:
+    """Raise UserError, before any prompt is answered, if the run wants a stored signal and has none at all."""
+    store = SignalStore(config.folder / RESPONSES / TRAINING)
+    if config.signal.source == "store" and config.data.mix.target and not any(store.folder.glob("topk-*")):
+        raise UserError(f"{store.folder}: signal.source is store, but none is there; run {store.again} first")
 
 
 def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> None:

@@ -90,6 +90,7 @@ class TestStoredSignals:
     ) -> None:
         assert train.main([str(tiny_config), "name=none-there", "signal.source=store"]) == 2
         assert "understudy respond" in capsys.readouterr().err
+        assert not [*(stored.parent / "none-there").glob("responses/*/*")], "refused before a prompt was answered"
         shard = next((stored / "responses" / "train").glob("topk-*"))
         shard.write_bytes(shard.read_bytes()[:-1])
         assert train.main([str(tiny_config), "name=stored", "signal.source=store", *STORED]) == 2
