@@ -54,11 +54,10 @@ def foreign(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-LOG = '{"id": 1, "drafted": 10, "accepted": 5}\n' * 30
 
 
 def _written(path: Path) -> Path:
-    path.write_text(LOG)
+    path.write_text(json.dumps({"domain": "x", "response": {"timings": {"draft_n": 6, "draft_n_accepted": 3, "predicted_n": 5}}}) + "\n")
     return path
 
 

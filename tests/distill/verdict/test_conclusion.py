@@ -49,7 +49,7 @@ def test_a_baseline_judged_as_untrained_blocks_is_judged_again_token_by_token(
         context=64,
         sets=SimpleNamespace(heldout=[]),
         tokenizer=None,
-        stores=SimpleNamespace(past=lambda rule: []),
+        past=lambda rule: [],
     )
     with pytest.raises(_Asked):
         conclusion.result_of(answers, {}, Decoding())  # type: ignore[arg-type]
