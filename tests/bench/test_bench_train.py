@@ -98,3 +98,20 @@ def test_memory_is_measured_in_a_process_of_its_own(tiny_target: Path, capfd: py
     found = module.growth_in_processes({"step": [settings, "ours/off/forward_kl", 1]}, 1, lambda text: None)
     assert found["step"] > 0
     assert capfd.readouterr().err == "", "torchao warns while transformers imports it: here of what only CUDA needs"
+
+
+def test_stored_signals_come_back_in_the_order_of_a_step(tiny_target: Path) -> None:
+    module, race = bench("train_step"), race_of(tiny_target)
+    stored = module.stored_teacher(race.teacher, race.examples, 8)
+    batch = collate([race.examples[2], race.examples[0]], 0, [2, 0])
+    dense = race.teacher.signal(batch)
+    most = dense.head(dense.hidden_RD).argmax(-1)
+    assert torch.equal(stored.signal(batch).ids_RK[:, 0], most)
+
+
+def test_growth_is_what_the_work_takes() -> None:
+    module = bench("train_step")
+    few = module.growth_of(lambda: torch.ones(1_000_000).sum(), "cpu")
+    many = module.growth_of(lambda: torch.ones(25_000_000).sum(), "cpu")
+    assert few < 20
+    assert 90 < many < 120  # 25 M float32 are 100 MB

@@ -11,6 +11,7 @@ import pytest
 import typer
 from page_commands import blocks, commands
 from processes import run_child
+from typer.testing import CliRunner
 
 from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
@@ -78,3 +79,17 @@ def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
     for page in DOCS.rglob("*.md"):
         html = (tmp_path / page.relative_to(DOCS)).with_suffix(".html").read_text(encoding="utf-8")
         assert not (found := FETCHED.search(html)), f"{page.name}: {found}"
+
+
+def test_the_parser_sees_options_and_commands_that_do_not_exist() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["probe", "--help"]).exit_code == 0
+    for words in (
+        ["train", "a.yaml", "--no-such-option", "1"],
+        ["train"],
+        ["serve", "a", "--port", "x"],
+    ):
+        with pytest.raises(Exception, match=r"option|parameter|argument|range|integer"):
+            parse(words)
+    with pytest.raises(AssertionError, match="distil"):
+        parse(["distil"])

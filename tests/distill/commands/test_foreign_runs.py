@@ -54,10 +54,11 @@ def foreign(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-
-
 def _written(path: Path) -> Path:
-    path.write_text(json.dumps({"domain": "x", "response": {"timings": {"draft_n": 6, "draft_n_accepted": 3, "predicted_n": 5}}}) + "\n")
+    path.write_text(
+        json.dumps({"domain": "x", "response": {"timings": {"draft_n": 6, "draft_n_accepted": 3, "predicted_n": 5}}})
+        + "\n"
+    )
     return path
 
 

@@ -110,3 +110,14 @@ def test_a_draft_that_never_pays_under_load_is_not_scheduled(tmp_path: Path) -> 
     assert "per_batch_size" not in check("vLLM", never).command
     assert any("serve the target alone" in note for note in check("SGLang", never).notes)
     assert "max_concurrency" not in tensorrt_file(never, tmp_path)[1]["speculative_config"]
+
+
+def test_vllm_gets_its_key() -> None:
+    given = json.loads(options(check("vLLM", LOADED).command)[1]["--speculative-config"])
+    assert given["num_speculative_tokens_per_batch_size"] == [[1, 1, 6], [2, 11, 3], [12, 4096, 1]], "no row of gamma 0"
+    assert given["num_speculative_tokens"] == 6, "no range may draft more"
+    assert given["method"] == "draft_model"
+
+
+def test_a_schedule_without_0_has_no_warning() -> None:
+    assert check("vLLM", replace(GOOD, gamma=6, gamma_by_load=((1, 7, 6), (8, 4096, 2)))).warnings == []

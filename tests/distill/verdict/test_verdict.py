@@ -9,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer, write_target
 
@@ -202,6 +203,26 @@ def test_alpha_on_learned_text_stands_beside_held_out_alpha() -> None:
     assert row in found.measured
     even = replace(row, alpha=0.61, alpha_ci=(0.6, 0.62))
     assert "learned" not in str(verdict_of(evidence, checkpoints=[judgement()] * 2, self_checks={}, learned=even).facts)
+
+
+def test_alpha_on_learned_text_is_the_share_that_the_draft_would_have_had_accepted() -> None:
+    """Of another model than the one that wrote it: min(1, draft / target) at each token, computed here from both models' own logits."""
+    writer, model = MODEL.model, tiny_model(seed=3)
+    learned = decode(writer, None, [(str(number), [number + 1]) for number in range(6)], DecodeSettings(max_tokens=8))[
+        0
+    ]
+    row = training_row(replace(evidence_of(0.1, None).setup, history=learned), NamedDraft(DRAFT, "", 0, Draft(model)))
+    accepted = []
+    for text in learned:
+        ids = torch.tensor([[*text.prompt_ids, *text.response_ids]])
+        with torch.no_grad():
+            draft, target = (one(ids).logits[0, len(text.prompt_ids) - 1 : -1].softmax(-1) for one in (model, writer))
+        said = ids[0, len(text.prompt_ids) :, None]
+        accepted.append((draft.gather(1, said) / target.gather(1, said)).clamp_max(1.0))
+    assert row is not None
+    # The decoder computes the writer's probabilities with other products than one call on the whole text.
+    assert row.alpha == pytest.approx(float(torch.cat(accepted).mean()), abs=1e-4)
+    assert 0.0 < row.alpha < 0.9
 
 
 def headlines():

@@ -83,6 +83,20 @@ def test_alpha_and_tau_are_each_certain_by_themselves():
     assert (back.certain, back.certain_tau) == ("none", "loss")
 
 
+def test_a_shuffled_baseline_shows_no_gain():
+    """Each response's two drafts change places by a coin: whatever is left is noise."""
+    certain = []
+    for seed in range(20):
+        swapped = np.random.default_rng(seed).random(20) < 0.5
+        sides = [
+            [pair[int(swapped[index // 2]) ^ side] for index, pair in enumerate(zip(BETTER, BASELINE, strict=True))]
+            for side in (0, 1)
+        ]
+        certain.append(paired_effects(*sides, KEYS, rule=Rule.named("sample"), gamma=3).certain)
+    # 5 % each: more than four of twenty happen once in 400.
+    assert sum(found != "none" for found in certain) <= 4
+
+
 def test_more_looks_ask_for_more():
     once, many = (
         paired_effects(BETTER, BASELINE, KEYS, rule=Rule.named("sample"), gamma=4, looks=looks) for looks in (1, 20)
