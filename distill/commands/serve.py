@@ -30,7 +30,8 @@ from distill.engines.protocol.facts import EngineFacts
 from distill.engines.protocol.verdict import check, check_directory_name, server_command
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
-from distill.models.load import GGUF, resolve
+from distill.models.files.gguf import GGUF
+from distill.models.load import resolve
 from speculative.errors import UserError
 
 BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from distill.engines.protocol.counters import named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
 from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
+from distill.models.files.gguf import GGUF
 from speculative.errors import UserError
 
 if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts
 
 ROW_SLACK, FIRST_COMPARED_ID = 128, 5
-SUFFIX = ".gguf"
 FLOATS = ("auto", "f32", "f16", "bf16")  # what the converter writes; llama-quantize makes the others of `auto`
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp"
 TO_GGUF = Path(__file__).with_name("templates") / "to_gguf.j2"
@@ -50,7 +50,7 @@ def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
 
     ``program``: llama-server, with llama-quantize beside it. Raises UserError: llama.cpp is not there or refuses the model.
     """
-    if Path(model).suffix == SUFFIX and weights == FLOATS[0]:
+    if model.endswith(GGUF) and weights == FLOATS[0]:
         return Path(model)
     path = to.with_name(f"{to.name}-{weights}.gguf")
     partial = path.with_suffix(f".{os.getpid()}.partial")  # A running server may read the old file, another may write.

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from distill.models.load import GGUF
+from distill.models.files.gguf import GGUF
 from distill.models.target import TargetSide
 
 TOKENIZER_CONFIG, TEMPLATES = "tokenizer_config.json", "additional_chat_templates"

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from distill.config.layout import find_student
-from distill.models.files.gguf import read_gguf, tokens_of
-from distill.models.load import GGUF, gguf_path, load_model, load_tokenizer
+from distill.models.files.gguf import GGUF, read_gguf, tokens_of
+from distill.models.load import gguf_path, load_model, load_tokenizer
 from distill.models.quantized import as_served
 from distill.models.target import Target
 from distill.models.vocabulary import (

@@ -30,12 +30,13 @@ from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
+from distill.models.files.gguf import GGUF
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
 from speculative.errors import UserError
 
-EMBEDDED, GGUF, ADAPTER_FILE = "embedded", ".gguf", "adapter_config.json"
+EMBEDDED, ADAPTER_FILE = "embedded", "adapter_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
 _adapter_config_on_hub = functools.cache(find_adapter_config_file)  # asked several times in a start
 EMBEDDED_FOLDER = Path(__file__).parent / "embedded"

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving.channels import channel_scores, trim_mlps
 from distill.models.carving.layers import carve, filled
-from distill.models.load import GGUF, load_model, load_tokenizer, read_config, refusing
+from distill.models.files.gguf import GGUF
+from distill.models.load import load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from distill.models.text_model import same_logits

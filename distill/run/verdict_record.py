@@ -65,7 +65,10 @@ class Verdict(Record):
     FORMAT: ClassVar[int | None] = 2
     format: Literal[2] = Field(2, description="format of this file; version 0.1 wrote none")
     version: str = Field(description="version of understudy that wrote it")
-    measured: list[Row] = Field([], description="every way at every concurrency, on the held-out text and its domains")
+    measured: list[Row] = Field(
+        [],
+        description="every way at every concurrency, on the held-out text and its domains, and the draft on text that it learned",
+    )
     drafts: list[DraftOf] = Field(min_length=1, description="every draft; the judged one is last")
     gain: Effects | None = Field(None, description="draft minus undistilled, paired by prompt, widened for the looks")
     run: dict[str, str] = Field({}, description="the way to run by number of concurrent requests; empty: not timed")

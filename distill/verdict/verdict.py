@@ -22,6 +22,7 @@ from speculative.measure.measured import HELD_OUT, SERVED, TARGET, TRAINING, UND
 from speculative.measure.metrics import alpha_with_interval, ratio_with_interval
 from speculative.measure.record import VERSION
 from speculative.measure.replay import expected_blocks_of
+from speculative.measure.timing import spread_order
 from speculative.measure.token_scores import TokenScores, score_tokens
 
 TRAINING_TEXTS = 128  # responses that are enough to see alpha differ by a few points
@@ -115,9 +116,8 @@ def verdict_of(
 
 def training_row(setup: JudgingSetup, draft: NamedDraft) -> Measured | None:
     """alpha of a draft on some of the target's responses to training prompts, from one draft pass; None without any."""
-    every = max(1, len(setup.history) // TRAINING_TEXTS)
-    chosen = (setup.history[place] for place in range(0, len(setup.history), every))
-    texts = [text for text in chosen if len(text.response_ids) == len(text.log_target_probs) > 0][:TRAINING_TEXTS]
+    chosen = (setup.history[place] for place in spread_order(len(setup.history))[:TRAINING_TEXTS])
+    texts = [text for text in chosen if len(text.response_ids) == len(text.log_target_probs) > 0]
     if not texts:
         return None
     scores = score_tokens(draft.draft.model, texts, setup.settings.sampling)

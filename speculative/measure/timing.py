@@ -354,15 +354,3 @@ def clock(
                         break
             responses += seen.values()
     return {name: waits_of(*seen) for name, seen in waits.items()}
-
-
-def places_in(texts: Sequence[Text], count: int, longest: int | None, rng: np.random.Generator) -> list[Prompt]:
-    """Texts cut at random response positions, all positions equally likely; at most `longest` tokens each."""
-    ends = np.cumsum([len(response) for _, response in texts])
-    prompts: list[Prompt] = []
-    for number, place in enumerate(rng.integers(0, ends[-1], count)):
-        index = int(np.searchsorted(ends, place, side="right"))
-        prompt, response = texts[index]
-        ids = [*prompt, *response[: int(place) - (int(ends[index]) - len(response))]]
-        prompts.append((f"{number}", ids[:longest]))
-    return prompts

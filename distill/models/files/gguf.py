@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from speculative.errors import UserError
 
+GGUF = ".gguf"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2, LLAMA3 = rf"{_CONTRACTIONS}\p{{N}}{_REST}", rf"{_CONTRACTIONS}\p{{N}}{{1,3}}{_REST}"
