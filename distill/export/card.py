@@ -70,7 +70,7 @@ def _place(target: str) -> str:
     """Return the target as a shell word; a directory gets a comment, since its path differs on each machine."""
     if target == EMBEDDED:
         return "\"$(python -c 'import distill.models as here; print(*here.__path__)')/embedded\""
-    return shlex.quote(target) + ("" if "/" in target else "  # change to the target's place on this machine")
+    return shlex.quote(target) + ("" if "/" in target else "  # change to the target's directory on this machine")
 
 
 def _front_matter(serving: dict[str, Any], facts: dict[str, Any], data: list[str]) -> str:
