@@ -14,6 +14,7 @@ from pretend_cuda import library  # before anything that imports torch
 import contextlib
 import gc
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -62,7 +63,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text(encoding="utf-8")
     if asked in APART:
         return f"mark.{asked}" not in text or None
-    return any(f"not {mark}" in asked and f"\npytestmark = pytest.mark.{mark}\n" in text for mark in APART) or None
+    return (
+        any(
+            f"not {mark}" in asked and re.search(rf"^pytestmark = \[?pytest\.mark\.{mark}\b", text, re.M)
+            for mark in APART
+        )
+        or None
+    )
 
 
 def pytest_collection_finish() -> None:

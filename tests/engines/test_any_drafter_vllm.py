@@ -25,7 +25,7 @@ from distill.run.readback_record import ReadbackRecord
 from speculative.errors import UserError
 from speculative.measure.measured import TARGET
 
-pytestmark = built(".venv-vllm")
+pytestmark = [pytest.mark.engine, *built(".venv-vllm")]
 GAMMA, PROMPTS, TOKENS = 3, 6, 24
 FLAGS = ["--enforce-eager", "--dtype", "float32"]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

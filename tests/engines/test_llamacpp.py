@@ -34,7 +34,7 @@ from distill.run.verdict_record import Verdict
 from speculative.measure.engine_costs import EngineCosts
 
 BUILT = ROOT / ".venv-llamacpp" / "ready"
-pytestmark = built(".venv-llamacpp")
+pytestmark = [pytest.mark.engine, *built(".venv-llamacpp")]
 GAMMA = 3
 BIN, SOURCE = BUILT.parent / "bin", BUILT.parent / "source/vendor/llama.cpp"
 

@@ -18,7 +18,7 @@ from distill.models.load import EMBEDDED_FOLDER
 from distill.run.responses import frozen_responses_of
 
 BUILT = ROOT / ".venv-openvino" / "ready"
-pytestmark = built(".venv-openvino")
+pytestmark = [pytest.mark.engine, *built(".venv-openvino")]
 GAMMA, PROMPTS, MOST = 3, 12, 30
 BIN = BUILT.parent / "bin"
 # Ids of each response, with the accepted and the drafted tokens of the engine's own counts.

@@ -15,7 +15,7 @@ from distill.export.export import export_draft
 from distill.export.facts import RunFacts
 
 BUILT = ROOT / ".venv-transformers4" / "ready"
-pytestmark = built(".venv-transformers4")
+pytestmark = [pytest.mark.engine, *built(".venv-transformers4")]
 PLAIN = {"rope_type": "default", "rope_theta": 50_000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 HALF = PLAIN | {"partial_rotary_factor": 0.5}

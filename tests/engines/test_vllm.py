@@ -34,7 +34,7 @@ from speculative.errors import UserError
 from speculative.measure.replay import WORRYING_Z
 
 BUILT = ROOT / ".venv-vllm" / "ready"
-pytestmark = built(".venv-vllm")
+pytestmark = [pytest.mark.engine, *built(".venv-vllm")]
 GAMMA = 3
 # float32 and no compiled graphs: greedy text is the run's own token for token. The CPU platform wants model runner V1.
 FLAGS = ["--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed"]

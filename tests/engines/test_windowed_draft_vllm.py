@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import torch
+import pytest
 from engine_process import ROOT, built
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer
@@ -15,7 +16,7 @@ from distill.engines.protocol.verdict import check
 from distill.models.target import load_target_side
 
 BUILT = ROOT / ".venv-vllm" / "ready"
-pytestmark = built(".venv-vllm", 600)
+pytestmark = [pytest.mark.engine, *built(".venv-vllm", 600)]
 FLAG = "--disable-hybrid-kv-cache-manager"
 
 

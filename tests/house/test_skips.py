@@ -1,6 +1,7 @@
 """Which tests may be skipped: those that need a GPU, a browser or an engine that `make engines` builds; never for a missing package."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,18 @@ def test_no_test_is_skipped_for_a_missing_package() -> None:
         if (lines := skips(path.read_text(encoding="utf-8")))
     }
     assert found.keys() <= MAY_SKIP, found
+
+
+@pytest.mark.parametrize("mark", ["device", "engine", "loop", "ranks"])
+def test_a_mark_that_runs_by_itself_stands_in_the_files_it_is_looked_for_in(mark: str) -> None:
+    """tests/conftest.py reads for it before it imports: a mark that a helper gives would leave its tests out."""
+    assert any(
+        f"mark.{mark}" in path.read_text(encoding="utf-8")
+        for path in TESTS.rglob("test_*.py")
+        if path.name != Path(__file__).name
+    )
+
+
+def test_every_test_of_an_engine_is_marked_in_its_file() -> None:
+    for path in (TESTS / "engines").glob("test_*.py"):
+        assert re.search(r"^pytestmark = \[pytest\.mark\.(engine|loop)\b", path.read_text(encoding="utf-8"), re.M), path

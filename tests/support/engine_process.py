@@ -23,10 +23,10 @@ LLAMA_ALONE = ["-t", "1", "-tb", "1", "-td", "1", "-tbd", "1", "--kv-unified-per
 
 
 def built(environment: str, seconds: int = 340) -> list[pytest.MarkDecorator]:
-    """The marks of tests of an engine that `make engines` builds."""
+    """The marks of tests of an engine that `make engines` builds, beside `engine`: tests/conftest.py looks for that one in their text."""
     reason = f"no {environment}: `make engines` builds it"
     missing = pytest.mark.skipif(not (ROOT / environment / "ready").exists(), reason=reason)
-    return [pytest.mark.engine, pytest.mark.timeout(seconds), missing]
+    return [pytest.mark.timeout(seconds), missing]
 
 
 @dataclass(frozen=True)
