@@ -5,8 +5,8 @@ writes the target's text.
 import os
 import subprocess
 
-import torch
 import pytest
+import torch
 from engine_process import ROOT, built
 from tiny_models import tiny_model
 from tiny_training import tiny_tokenizer

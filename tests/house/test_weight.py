@@ -63,7 +63,7 @@ def unformatted() -> int:
 # What is counted, the number on 2026-11-29, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
     "product lines": (lambda: lines(PRODUCT, CODE), 45_540, 150),
-    "test lines": (lambda: lines(["tests"], (".py",)), 43_190, 150),
+    "test lines": (lambda: lines(["tests"], (".py",)), 43_190, 300),
     "bench lines": (lambda: lines(["bench"], (".py",)), 7_125, 40),
     "commands": (commands, 20, 0),
     "options": (options, 146, 0),
