@@ -72,8 +72,8 @@ class PromptRow:
     """One prompt: ``text`` (plain) or ``messages`` (chat, up to the assistant turn to be written), never both.
 
     ``tools``: tool definitions for the chat template. ``reference``: the dataset's answer, if a column is mapped. ``origin``: where the
-    row is, counted from 1: ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``. ``prompt_ids``, ``prompt_id``:
-    the tokens and the id of a prompt that was rendered earlier.
+    row is, counted from 1: ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``. Of a prompt that was rendered
+    earlier: ``prompt_ids`` and ``prompt_id``, its tokens and id; ``tokenizer``, the fingerprint of theirs, empty where a manifest has it.
     """
 
     text: str | None
@@ -84,6 +84,7 @@ class PromptRow:
     tools: tuple[dict[str, Any], ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
     prompt_id: str = ""
+    tokenizer: str = ""
 
 
 def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:
@@ -97,10 +98,12 @@ def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:
 
 def rendered_row(values: Mapping[str, Any], domain: str, origin: str) -> PromptRow:
     """A prompt that was rendered earlier, from the columns of a file. Raises ValueError, TypeError or KeyError for other contents."""
-    prompt_id, text, turns = words = [values.get(name) or "" for name in ("prompt_id", "text", "turns")]
+    prompt_id, turns, tokenizer = words = [values.get(name) or "" for name in ("prompt_id", "turns", "tokenizer")]
+    text = values.get("text") or values.get("prompt") or ""  # a stored prompt, or a row of a dataset of responses
     ids = values.get("prompt_ids")
     if not (prompt_id and ids and all(type(token) is int and 0 <= token < 1 << 31 for token in ids)):
         raise ValueError("no prompt_ids or no prompt_id")
-    if not all(isinstance(word, str) for word in (*words, domain)):
-        raise ValueError("prompt_id, text, turns or domain is not text")
-    return replace(row_before(text, turns, domain, origin), prompt_ids=tuple(ids), prompt_id=prompt_id)
+    if not all(isinstance(word, str) for word in (*words, text, domain)):
+        raise ValueError("prompt_id, text, turns, tokenizer or domain is not text")
+    before = row_before(text, turns, domain, origin)
+    return replace(before, prompt_ids=tuple(ids), prompt_id=prompt_id, tokenizer=tokenizer)

@@ -327,14 +327,14 @@ class _Renderer:
     def __init__(self, data: DataConfig, tokenizer: Any, made_with: Manifest, vocab_rows: int | None) -> None:
         self.data, self.tokenizer, self.rows = data, tokenizer, vocab_rows
         self.context_length, self.max_tokens = made_with["context_length"], made_with["max_tokens"]
-        self.tokenizer_fingerprint, self.known_folders = made_with["tokenizer"], set[Path]()
+        self.tokenizer_fingerprint, self.same_tokenizer = made_with["tokenizer"], set[Path | str]()
         self.dropped, self.notes = 0, dict[str, str]()  # what is odd about rows, and the first such row
         self.bad_rows: list[UserError] | None = [] if data.bad_rows == "drop" else None
 
     def __call__(self, row: PromptRow, group: str = "") -> RenderedPrompt | None:
         """The rendered prompt, or None if it is too long or unusable and may be left out."""
         if row.prompt_ids is not None:
-            self._require_own_ids(Path(row.origin).parent)
+            self._require_own_ids(row)
         try:
             prompt_ids = render_prompt(row, self.tokenizer, self.data.template)
             highest = max(prompt_ids, default=0)
@@ -363,13 +363,20 @@ class _Renderer:
         text = row.text if row.text is not None else str(messages[-1].get("content") or "")
         return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, as_turns, group, row.reference)
 
-    def _require_own_ids(self, folder: Path) -> None:
-        """Raise UserError unless the manifest of rendered prompts has this tokenizer."""
-        if folder not in self.known_folders:
-            made_with = read_manifest(folder).get("made_with", {})
-            if made_with.get("tokenizer") != self.tokenizer_fingerprint:
-                raise UserError(
-                    f"{folder}: its token ids are from another tokenizer ({made_with.get('tokenizer')}, now {self.tokenizer_fingerprint}); "
-                    "use the original source of the prompts, or export the traffic of this target"
-                )
-            self.known_folders.add(folder)
+    def _require_own_ids(self, row: PromptRow) -> None:
+        """Raise UserError unless the row of a rendered prompt, or the manifest beside it, has this tokenizer."""
+        folder = Path(row.origin).parent
+        if (row.tokenizer or folder) in self.same_tokenizer:
+            return
+        if not (row.tokenizer or (folder / MANIFEST).exists()):
+            raise UserError(
+                f"{row.origin}: nothing says of which tokenizer its prompt_ids are (no column `tokenizer`, no {MANIFEST} beside it); "
+                "set prompt_column or messages_column to read its text instead"
+            )
+        tokenizer = row.tokenizer or read_manifest(folder).get("made_with", {}).get("tokenizer")
+        if tokenizer != self.tokenizer_fingerprint:
+            raise UserError(
+                f"{folder}: its token ids are from another tokenizer ({tokenizer}, now {self.tokenizer_fingerprint}); "
+                "use the original source of the prompts, or export the traffic of this target"
+            )
+        self.same_tokenizer.add(row.tokenizer or folder)

@@ -23,7 +23,8 @@ configs:
 Prompts and responses that `{target}` sampled ({sampling}): {train:,} to train on, {heldout:,} held out. Made with Understudy.
 
 `prompt` and `response` are text as the target saw it, `prompt_ids` and `response_ids` its tokens. `log_target_probs` is the logarithm of
-the target's probability of each response token at these settings. The licences of target and prompts apply.
+the target's probability of each response token at these settings. `tokenizer` is a fingerprint of what made the tokens. The licences of
+target and prompts apply.
 """
 
 
@@ -38,10 +39,12 @@ def write_responses(path: Path) -> Path:
     config, tokenizer, counts = load_config(run / CONFIG), load_tokenizer(str(best_student(run))), {}
 
     def records(name: str) -> Iterator[dict[str, Any]]:
-        for row in Store(run / RESPONSES / name).rows():
+        store = Store(run / RESPONSES / name)
+        same = {"tokenizer": store.manifest()["tokenizer"]}
+        for row in store.rows():
             ids = {"prompt": row.prompt_ids, "response": row.response_ids}
             texts = {key: tokenizer.decode(own) for key, own in ids.items()}
-            yield texts | {f"{key}_ids": own for key, own in ids.items()} | {key: getattr(row, key) for key in KEPT}
+            yield texts | {f"{key}_ids": own for key, own in ids.items()} | {key: getattr(row, key) for key in KEPT} | same
 
     with appearing_directory(run / "dataset") as working:
         for split, name in (("train", TRAINING), ("heldout", HELDOUT)):

@@ -289,3 +289,16 @@ def test_another_run_takes_the_prompts_as_they_were_rendered(tmp_path: Path) -> 
     write_manifest(manifest.parent, told)
     with pytest.raises(UserError, match="from another tokenizer"):
         loaded(again, run=tmp_path / "newer")
+
+
+def test_ids_of_an_unknown_or_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt_id": f"{number:016x}", "prompt": "def f():", "prompt_ids": [5, 6, number]} for number in range(20)]
+    data = DataConfig.model_validate({"train": ({"path": str(tmp_path / "rows.jsonl")},), "template": {"mode": "plain"}})
+    for more, refusal in (
+        ({}, r"rows.jsonl:1: nothing says of which tokenizer its prompt_ids are .*; set prompt_column"),
+        ({"tokenizer": "another"}, r"its token ids are from another tokenizer \(another, now"),
+        ({"tokenizer": 7}, r"rows.jsonl:1: prompt_id, text, turns, tokenizer or domain is not text"),
+    ):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+        with pytest.raises(UserError, match=refusal):
+            loaded(data)
