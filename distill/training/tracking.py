@@ -55,14 +55,14 @@ class Metrics:
 def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a judgement as `judge/NAME`, the bounds of its intervals as `judge/NAME_low` and `judge/NAME_high`.
 
-    tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/live_prompts`, `judge/z`; a
-    server that answers again gives the last two.
+    tau is `judge/tau_replay`. Of the prompts that were decoded live: `judge/tau_live` with its bounds, `judge/accepted_per_drafted_live`,
+    `judge/live_prompts`, 0 without one, and `judge/z`; a server that answers again gives the last two.
     Survival is `judge/survival_J`, and alpha by domain `domains/NAME/alpha`.
     """
     record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}
+    record["live_prompts"] = 0
     if check := record.get("live_check"):
-        record |= {"tau_live": check["tau"], "tau_live_ci": check["tau_ci"], "live_prompts": check["prompts"]}
-        record["z"] = (check.get("replay") or {}).get("z")
+        record |= {f"{key}_live": check[key] for key in ("tau", "tau_ci", "accepted_per_drafted")}
     if fresh := record.get("fresh_check"):
         record |= {"live_prompts": fresh["prompts"], "z": fresh["z"]}
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}

@@ -44,7 +44,12 @@ def write_responses(path: Path) -> Path:
         for row in store.rows():
             ids = {"prompt": row.prompt_ids, "response": row.response_ids}
             texts = {key: tokenizer.decode(own) for key, own in ids.items()}
-            yield texts | {f"{key}_ids": own for key, own in ids.items()} | {key: getattr(row, key) for key in KEPT} | same
+            yield (
+                texts
+                | {f"{key}_ids": own for key, own in ids.items()}
+                | {key: getattr(row, key) for key in KEPT}
+                | same
+            )
 
     with appearing_directory(run / "dataset") as working:
         for split, name in (("train", TRAINING), ("heldout", HELDOUT)):

@@ -293,7 +293,9 @@ def test_another_run_takes_the_prompts_as_they_were_rendered(tmp_path: Path) -> 
 
 def test_ids_of_an_unknown_or_another_tokenizer_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt_id": f"{number:016x}", "prompt": "def f():", "prompt_ids": [5, 6, number]} for number in range(20)]
-    data = DataConfig.model_validate({"train": ({"path": str(tmp_path / "rows.jsonl")},), "template": {"mode": "plain"}})
+    data = DataConfig.model_validate(
+        {"train": ({"path": str(tmp_path / "rows.jsonl")},), "template": {"mode": "plain"}}
+    )
     for more, refusal in (
         ({}, r"rows.jsonl:1: nothing says of which tokenizer its prompt_ids are .*; set prompt_column"),
         ({"tokenizer": "another"}, r"its token ids are from another tokenizer \(another, now"),
