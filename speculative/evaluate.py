@@ -1,4 +1,4 @@
-"""Judge a draft on held-out prompts: frozen target text for alpha and every gamma, live decoding for tau."""
+"""Judge a draft on held-out prompts: held-out responses for alpha and every gamma, live decoding for tau."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -160,7 +160,7 @@ def replay_sums(
     )
 
 
-def judge_frozen(
+def judge_by_replay(
     draft: Draft,
     heldout: Sequence[HeldoutResponse],
     settings: DecodeSettings,
@@ -181,7 +181,7 @@ def require_text(heldout: Sequence[HeldoutResponse]) -> None:
 
 
 def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sums: ReplaySums) -> Judgement:
-    """`judge_frozen` from its sums by response."""
+    """`judge_by_replay` from its sums by response."""
     *gammas, _ = sums.gammas
     accepted_N, tokens_N, blocks_NK = (np.array(own) for own in (sums.accepted_N, sums.tokens_N, sums.blocks_NK))
     drafted_NJ, kept_NJ = np.array(sums.drafted_NJ), np.array(sums.kept_NJ)
@@ -302,16 +302,16 @@ def judge(
     scores: Sequence[TokenScores] | None = None,
     decoded: Callable[[Sequence[Prompt]], list[Response]] | None = None,
 ) -> tuple[Judgement, list[Response]]:
-    """Return (all numbers of one draft, responses of the live run): `judge_frozen`, and each held-out prompt decoded live once.
+    """Return (all numbers of one draft, responses of the live run): `judge_by_replay`, and each held-out prompt decoded live once.
 
     Adds {tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks, replay_check}, the live numbers
-    also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault. scores: as for `judge_frozen`. decoded:
+    also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault. scores: as for `judge_by_replay`. decoded:
     decodes prompts at these settings; default: here. Raises UserError when gamma is 0, for empty input, and for everything that `decode`
     refuses.
     """
     if settings.gamma < 1:
         raise UserError("gamma = 0: judging a draft needs at least one drafted token per block")
-    result = judge_frozen(draft, heldout, settings, scores=scores)
+    result = judge_by_replay(draft, heldout, settings, scores=scores)
     chosen = sorted(one_per_prompt(heldout), key=lambda response: (len(response.prompt_ids), response.key))
     prompts = [(response.key, response.prompt_ids) for response in chosen]
     if decoded is None:
@@ -350,7 +350,7 @@ def _by_domain(heldout: Sequence[HeldoutResponse]) -> dict[str, list[int]]:
     return domains
 
 
-def frozen_responses(
+def decode_heldout(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
 ) -> list[HeldoutResponse]:
     """Decode the target alone; its responses are the held-out responses to judge drafts on."""

@@ -138,7 +138,7 @@ class RunData:
         greedy = rule.greedy
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Not the seed of the training responses, which would give a prompt in both sets the same text.
-        return frozen_responses_of(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
+        return heldout_responses(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Make the run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
@@ -207,7 +207,7 @@ class RunData:
         return rows
 
 
-def frozen_responses_of(rows: Sequence[Row]) -> list[HeldoutResponse]:
+def heldout_responses(rows: Sequence[Row]) -> list[HeldoutResponse]:
     """Rows of a store as held-out responses to judge a draft on."""
     return [
         HeldoutResponse(row.prompt_id, row.domain, row.prompt_ids, row.response_ids, list(row.log_target_probs))

@@ -127,7 +127,7 @@ def write_conclusion(run: Path, result: Result) -> None:
 
 def _token_view(evidence: Evidence, target: Target) -> TokenView:
     """Some responses of the live run, spread over the domains."""
-    of_prompt = {response.prompt: response.domain for response in evidence.setup.frozen}
+    of_prompt = {response.prompt: response.domain for response in evidence.setup.heldout}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
@@ -170,18 +170,18 @@ def findings_of(
     """
     setup, best = evidence.setup, evidence.best.name
     scores = {one.name: evidence.own_scores(one.name) for one in evidence.drafts}
-    pieces = [token_pieces(tokenizer, response.response_ids) for response in setup.frozen]
+    pieces = [token_pieces(tokenizer, response.response_ids) for response in setup.heldout]
     slices = slice_tables(
-        setup.frozen,
+        setup.heldout,
         scores,
         rule=setup.rule,
         pieces=pieces,
         best=best,
-        entropies=target_entropies(seen.model, setup.frozen) if seen else None,
+        entropies=target_entropies(seen.model, setup.heldout) if seen else None,
     )
     costs = evidence.best_costs
     worst = disagreements(
-        setup.frozen,
+        setup.heldout,
         scores[best],
         rule=setup.rule,
         gamma=setup.gamma,

@@ -1,4 +1,4 @@
-"""Evidence for a verdict: drafts judged and scored on the same frozen text, and timed on the same prompts of one target."""
+"""Evidence for a verdict: drafts judged and scored on the same held-out responses, and timed on the same prompts of one target."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from speculative.decoder.responses import Response
 from speculative.engine.memory import check_memory
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
-from speculative.evaluate import Judgement, judge, judge_frozen
+from speculative.evaluate import Judgement, judge, judge_by_replay
 from speculative.measure.cost import TIMED_BLOCKS, StepCosts
 from speculative.measure.load import LoadCurve, fit_roofline
 from speculative.measure.measured import LOOKUP_DRAFT
@@ -94,7 +94,7 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
             log=log if draft is drafts[-1] else None,
         )
         record, responses = judge(
-            target.model, draft.draft, setup.frozen, setup.settings, scores=scores[draft.name], decoded=decoded
+            target.model, draft.draft, setup.heldout, setup.settings, scores=scores[draft.name], decoded=decoded
         )
         judged[draft.name] = record.model_copy(update={"step": draft.step})
     ways, best = ways_of(setup, target.model, scored), drafts[-1].name
@@ -122,7 +122,7 @@ def gather_by_replay(setup: JudgingSetup, drafts: Sequence[NamedDraft], records:
     for one in drafts:
         if one.name not in judged:
             own = scores[setup.rule][one.name]
-            judged[one.name] = judge_frozen(one.draft, setup.frozen, setup.settings, scores=own)
+            judged[one.name] = judge_by_replay(one.draft, setup.heldout, setup.settings, scores=own)
     return Evidence(drafts=tuple(drafts), scores=scores, setup=setup, judged=judged)
 
 
@@ -170,7 +170,7 @@ def _costs_at_loads(
     setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, gamma: int
 ) -> tuple[list[StepCosts], list[str]]:
     """Stage times at every load beyond one request that fits memory, and a warning for each other load. gamma: the largest."""
-    costs, warnings, typical = list[StepCosts](), list[str](), typical_length(setup.frozen)
+    costs, warnings, typical = list[StepCosts](), list[str](), typical_length(setup.heldout)
     for load in sorted(set(setup.judge.load) - {1}):
         try:
             check_memory(target, best.draft.model, load, typical + (TIMED_BLOCKS + 2) * (gamma + 1), gamma + 1)

@@ -51,7 +51,7 @@ class DraftJudge:
         heldout: dict[Rule, list[HeldoutResponse]],
         drafting: Drafting = "autoregressive",
     ) -> None:
-        """``settings``: with the rule and gamma to judge under. ``heldout``: frozen target responses by rule, that one first.
+        """``settings``: with the rule and gamma to judge under. ``heldout``: held-out responses by rule, that one first.
 
         ``drafting``: how the draft will be served.
         """

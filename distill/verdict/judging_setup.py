@@ -45,18 +45,18 @@ class JudgingSetup:
         return self.settings.gamma
 
     @property
-    def frozen(self) -> list[HeldoutResponse]:
+    def heldout(self) -> list[HeldoutResponse]:
         """The text of the run's own rule."""
         return self.texts[self.rule]
 
     @property
     def keys(self) -> list[Any]:
         """The prompt of each held-out response: the unit of every interval."""
-        return [text.prompt for text in self.frozen]
+        return [text.prompt for text in self.heldout]
 
     @property
     def tokens_N(self) -> np.ndarray:
-        return np.array([len(text.response_ids) for text in self.frozen])
+        return np.array([len(text.response_ids) for text in self.heldout])
 
     @property
     def cross_fits(self) -> bool:

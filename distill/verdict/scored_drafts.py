@@ -163,13 +163,13 @@ def free_ways(
 def costs_of(setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]:
     """Stage times of every candidate at a typical length of the text; drafts of the same shape are measured once."""
     by_shape: dict[Any, StepCosts] = {}
-    costs, typical = {}, typical_length(setup.frozen)
+    costs, typical = {}, typical_length(setup.heldout)
     for draft in reversed(drafts):
         shape = draft.draft.shape
         if shape not in by_shape:
             context = min(setup.context, max_positions(draft.draft.model.config) or setup.context)
             timed = step_costs(setup.judge, setup.settings, target, draft.draft, context, typical)
-            by_shape[shape] = timed.of_text(setup.frozen)
+            by_shape[shape] = timed.of_text(setup.heldout)
         costs[draft.name] = by_shape[shape]
     return costs
 
@@ -205,9 +205,9 @@ def step_costs(
         )
 
 
-def typical_length(frozen: Sequence[HeldoutResponse]) -> int:
+def typical_length(heldout: Sequence[HeldoutResponse]) -> int:
     """Context half-way through a response: the median prompt and half the median response, in tokens."""
-    lengths_N2 = [(len(text.prompt_ids), len(text.response_ids)) for text in frozen]
+    lengths_N2 = [(len(text.prompt_ids), len(text.response_ids)) for text in heldout]
     prompt, response = np.median(lengths_N2, axis=0).tolist()
     return max(2, round(prompt + response / 2))
 
@@ -254,10 +254,10 @@ def lookup_way(
     Alone it is tuned on other prompts' responses if there are any.
     """
     others = setup.history[:TUNED_ON] if then is None else ()
-    tuned = tuned_lookup(others or setup.frozen, costs, gammas, None if then is None else texts_of(scores, setup.rule))
+    tuned = tuned_lookup(others or setup.heldout, costs, gammas, None if then is None else texts_of(scores, setup.rule))
     blocks, fitted = tuned.blocks, None
     if others:
-        kept = [kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in setup.frozen]
+        kept = [kept_by_lookup(text, tuned.gamma, *tuned.sizes) for text in setup.heldout]
         blocks = found_blocks(kept, (tuned.gamma,))
     else:
         fitted = _fitted(setup, tuned.tried_NC, blocks)
@@ -280,7 +280,7 @@ def past_way(setup: JudgingSetup, target: PreTrainedModel, costs: StepCosts, gam
     if not any(len(ids) > 1 for ids in said):
         return None
     index = ResponseIndex.build(said, vocab_rows(target))
-    kept = [kept_by_past_responses(text, max(gammas), index) for text in setup.frozen]
+    kept = [kept_by_past_responses(text, max(gammas), index) for text in setup.heldout]
     blocks = found_blocks(kept, gammas)
     steps_NK = found_steps(blocks, gammas, costs)
     best = first_near_best(steps_NK.sum(0))
@@ -312,10 +312,10 @@ def lossy_ways(
     """The ways of judge.lenience. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
     Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
     """
-    judging, frozen, ways = setup.judge, setup.frozen, []
+    judging, heldout, ways = setup.judge, setup.heldout, []
     greedy, prompts = (
         setup.settings.at_temperature_0(),
-        [(item.key, item.prompt_ids) for item in one_per_prompt(frozen)],
+        [(item.key, item.prompt_ids) for item in one_per_prompt(heldout)],
     )
     alone = setup.decoding(target, None, prompts, greedy, judging.batch_size) if judging.lenience else []
     for lenience in dict.fromkeys(judging.lenience):

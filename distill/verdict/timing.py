@@ -186,7 +186,7 @@ def with_waits(timing: Timing, target: PreTrainedModel, about: str) -> Timing:
     """The timing with the waits of the target alone, the way `about` and the way to run; a warning where they do not fit memory."""
     setup, names = timing.setup, dict.fromkeys((about, timing.to_run()))
     ways = [Way(TARGET), *(timing[name] for name in names if name in timing)]
-    prompts = [setup.frozen[index].prompt_ids for index in spread_order(len(setup.frozen))]
+    prompts = [setup.heldout[index].prompt_ids for index in spread_order(len(setup.heldout))]
     seconds = CLOCK_SHARE * setup.judge.speed_seconds
     try:
         return replace(timing, clocked=clock(target, ways, prompts, setup.settings, timing.concurrency, seconds))
@@ -232,7 +232,7 @@ def time_ways(
         for error in refused.values():
             raise error
     else:
-        requests = requests_under_load([(text.prompt_ids, text.response_ids) for text in setup.frozen], load)
+        requests = requests_under_load([(text.prompt_ids, text.response_ids) for text in setup.heldout], load)
         samples, refused = sample_ways(target, ways, requests, setup.settings, load=load)
     timed = tuple(way for way in ways if way.name in samples)
     warnings = tuple(f"{name} at judge.load {load} was not measured: {error}" for name, error in refused.items())
@@ -241,7 +241,7 @@ def time_ways(
 
 def _prompts_to_time(setup: JudgingSetup) -> list[Prompt]:
     """judge.speed_prompts of the held-out prompts, spread over all."""
-    first_of_prompt = list({text.prompt: text for text in reversed(setup.frozen)}.values())[::-1]
+    first_of_prompt = list({text.prompt: text for text in reversed(setup.heldout)}.values())[::-1]
     chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))]
     return [(text.key, text.prompt_ids) for text in chosen[: setup.judge.speed_prompts]]
 

@@ -62,7 +62,7 @@ def verdict_of(
     costs = evidence.best_costs
     gain, against_served = (_effects(evidence, name) for name in (UNDISTILLED, SERVED))
     conclusion = conclude(evidence, gain, against_served)
-    repeated = repetition(setup.frozen)
+    repeated = repetition(setup.heldout)
     judged = judged_rows(evidence)
     lacking = _lacking_text(learned, next(row for row in judged if row.way == evidence.best.name))
     measured = [

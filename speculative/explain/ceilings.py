@@ -204,7 +204,7 @@ def price_of(way: str, rule: str, costs: StepCosts) -> Price:
 
 @dataclass(frozen=True)
 class Outlook:
-    """One draft under one rule on frozen target text, at the gamma that is best for each row by its step times.
+    """One draft under one rule on held-out responses, at the gamma that is best for each row by its step times.
 
     now: the present draft. distilled: with `closed_share` of the gap to its ceiling closed. ceiling: alpha 1, or that of the target's
     argmax where the draft takes its argmax and the target samples. after_lookup: prompt lookup before the draft, now and distilled;

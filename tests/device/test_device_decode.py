@@ -23,7 +23,7 @@ from speculative.drafters.lookup_draft import LookupDraft
 from speculative.drafters.past_responses import PastResponses, ResponseIndex
 from speculative.engine import memory
 from speculative.engine.cache import RaggedCache
-from speculative.evaluate import frozen_responses, judge
+from speculative.evaluate import decode_heldout, judge
 from speculative.measure.cost import measure_costs
 from speculative.measure.measured import Way
 from speculative.measure.timing import requests_under_load, sample_ways
@@ -208,7 +208,7 @@ def test_memory_that_nobody_uses_any_more_goes() -> None:
 
 def judged(target: Any, draft: Any) -> None:
     settings = RULES["sample"]
-    judge(target, Draft(draft), frozen_responses(target, PROMPTS, settings, "all"), settings)
+    judge(target, Draft(draft), decode_heldout(target, PROMPTS, settings, "all"), settings)
 
 
 def sampled(target: Any, draft: Any) -> None:

@@ -15,7 +15,7 @@ from engine_process import ROOT, built
 from data.responses.store import Store
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES
 from distill.models.load import EMBEDDED_FOLDER
-from distill.run.responses import frozen_responses_of
+from distill.run.responses import heldout_responses
 
 BUILT = ROOT / ".venv-openvino" / "ready"
 pytestmark = [pytest.mark.engine, *built(".venv-openvino")]
@@ -58,7 +58,7 @@ def test_a_sampled_run_is_refused(pair: Path) -> None:
 
 
 def test_greedy_text_is_the_targets(converted: Path, greedy: Path) -> None:
-    texts = frozen_responses_of(Store(greedy / RESPONSES / HELDOUT_GREEDY).read())[:PROMPTS]
+    texts = heldout_responses(Store(greedy / RESPONSES / HELDOUT_GREEDY).read())[:PROMPTS]
     asked = json.dumps([str(converted), GAMMA, MOST, [list(text.prompt_ids) for text in texts]])
     done = subprocess.run([BIN / "python", "-c", DECODE, asked], capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -20,7 +20,7 @@ from distill.commands.readback.readback import readback_command
 from distill.config.load import dump_config, load_config
 from distill.engines.protocol import client as engine_client
 from distill.models.target import Target
-from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.readback_record import ReadbackRecord
 from distill.run.responses import RunData
 from distill.run.run import Run
@@ -29,7 +29,7 @@ GAMMA = 3
 
 
 @pytest.fixture(scope="package")
-def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenText:
+def heldout(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> HeldoutSet:
     """The run's prompts answered at a temperature at which even a draft that takes its argmax is accepted now and then."""
     output = f"output={tmp_path_factory.mktemp('readback')}"
     config = load_config(tiny_run / "config.yaml", [output, "serving.temperature=0.25"])
@@ -39,41 +39,41 @@ def frozen(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> FrozenTe
     accelerator = fresh_accelerator(config.folder)
     target = Target(config.target, accelerator.device, config.folder)
     prompts = [
-        RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_frozen_text(tiny_run).responses
+        RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_heldout_set(tiny_run).responses
     ]
     RunData(Run(config, accelerator), target).heldout_by_rule(prompts)
-    return load_frozen_text(config.folder)
+    return load_heldout_set(config.folder)
 
 
 @pytest.fixture(scope="package")
-def run(frozen: FrozenText) -> Path:
-    return frozen.run
+def run(heldout: HeldoutSet) -> Path:
+    return heldout.run
 
 
 @pytest.fixture(scope="package")
-def draft(frozen: FrozenText) -> Any:
-    return perturbed(frozen.target.model, 0.01)
+def draft(heldout: HeldoutSet) -> Any:
+    return perturbed(heldout.target.model, 0.01)
 
 
 @pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch, frozen: FrozenText, draft: Any) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, heldout: HeldoutSet, draft: Any) -> None:
     """Nothing is waited for, and models are loaded once."""
     monkeypatch.setattr(engine_client, "_SETTLED_SECONDS", 0.001)
     monkeypatch.setattr(
-        source, "load_frozen_text", lambda run, rule, *_: load_frozen_text(run, rule) if rule else frozen
+        source, "load_heldout_set", lambda run, rule, *_: load_heldout_set(run, rule) if rule else heldout
     )
-    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
+    monkeypatch.setattr(HeldoutSet, "draft", lambda own, path: draft)
 
 
 @pytest.fixture(scope="package")
-def make(frozen: FrozenText, draft: Any) -> Callable[..., FakeEngine]:
+def make(heldout: HeldoutSet, draft: Any) -> Callable[..., FakeEngine]:
     """Engines on the run's pair, told by fields of `Pair` and `Behaviour`; those that decode alike decode once."""
     made: dict[Any, Any] = {}
 
     def engine(**how: Any) -> FakeEngine:
         behaviour = {one.name: how.pop(one.name) for one in dataclasses.fields(Behaviour) if one.name in how}
-        prompts = [response.prompt_ids for response in frozen.responses]
-        pair = Pair(**{"target": frozen.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
+        prompts = [response.prompt_ids for response in heldout.responses]
+        pair = Pair(**{"target": heldout.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
         alike = (pair.target, pair.draft, pair.gamma, pair.rule, pair.drafting, pair.sampling, len(pair.prompts))
         pair.made = made.setdefault(alike, pair.made)
         return FakeEngine(pair, **behaviour)

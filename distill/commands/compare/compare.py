@@ -30,7 +30,7 @@ from distill.commands.compare.screen import print_comparison
 from distill.commands.compare.served import compare_served, is_url
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.layout import RESPONSES, best_student, find_student, run_of
-from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
 from distill.run.verdict_record import load_engine_costs
@@ -126,7 +126,7 @@ def target_of(run: Path) -> str | None:
     return next((str(manifest["target"]) for manifest in manifests if "target" in manifest), None)
 
 
-def load_text(options: CompareOptions) -> FrozenText:
+def load_text(options: CompareOptions) -> HeldoutSet:
     """The held-out responses to judge on: that of --on, or of the first draft that is a run.
 
     Raises UserError: none of the drafts is a run, a rule the run has no text for, a draft of another target.
@@ -137,7 +137,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     if home is None:
         raise UserError(f"none of {', '.join(paths) or 'the URLs'} is a run with held-out responses; give --on RUN")
     rule: Any = options.rule or None
-    text = load_frozen_text(home, rule, options.trust_remote_code)
+    text = load_heldout_set(home, rule, options.trust_remote_code)
     if rule is not None:
         draft_settings_for(text.rule, text.sampling)
     wanted = str(text.manifest["target"])
@@ -152,7 +152,7 @@ def load_text(options: CompareOptions) -> FrozenText:
     return text
 
 
-def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool) -> list[Scored]:
+def read_drafts(text: HeldoutSet, names: Sequence[str], gamma: int, timing: bool) -> list[Scored]:
     """Every way: its draft scored on the text and, if asked, timed next to the target. One draft is in memory at a time.
 
     Drafts of the same shape and way of drafting share one measurement, because their steps cost the same. All share the target's
@@ -196,7 +196,7 @@ def read_drafts(text: FrozenText, names: Sequence[str], gamma: int, timing: bool
     return scored_ways
 
 
-def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
+def _load(text: HeldoutSet, path: str, drafting: Drafting) -> Draft:
     run = run_of(path)
     if run == Path(path) and not best_student(run).is_dir():
         raise UserError(f"{path}: this run has no best checkpoint yet; finish it, or give one of its checkpoints")
@@ -212,7 +212,7 @@ def _load(text: FrozenText, path: str, drafting: Drafting) -> Draft:
     return draft
 
 
-def _timed(text: FrozenText, draft: Draft, gamma: int) -> StepCosts:
+def _timed(text: HeldoutSet, draft: Draft, gamma: int) -> StepCosts:
     target, config = text.target.model, text.config
     positions = (max_positions(model.config) for model in (target, draft.model))
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)

@@ -16,7 +16,7 @@ import numpy as np
 
 from distill.config.retired import retired
 from distill.config.ways import way_named
-from distill.run.frozen_text import FrozenText
+from distill.run.heldout_set import HeldoutSet
 from speculative.drafters.draft import Drafting
 from speculative.drafters.registry import Recipe, recipes
 from speculative.errors import UserError
@@ -213,7 +213,7 @@ class Comparison(Record):
         return [one for one in self.differences if one.text == text]
 
 
-def comparison(text: FrozenText, scored_ways: Sequence[Scored], gamma: int, looks: int = 1) -> Comparison:
+def comparison(text: HeldoutSet, scored_ways: Sequence[Scored], gamma: int, looks: int = 1) -> Comparison:
     """The rows, the paired differences and the domains; no gate is judged yet.
 
     ``looks``: drafts that each way was picked from on this text; the differences are widened for them too.

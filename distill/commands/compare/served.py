@@ -19,7 +19,7 @@ from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.source import Source, counted_alone, of_run
 from distill.engines.protocol.client import EngineClient
 from distill.report.measured import timed_table
-from distill.run.frozen_text import FrozenText
+from distill.run.heldout_set import HeldoutSet
 from distill.run.lock import held_for
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
@@ -54,7 +54,7 @@ class ServedComparison(Record):
     differences: list[ServedDifference]
 
 
-def compare_served(options: CompareOptions, text: FrozenText, console: Console) -> int:
+def compare_served(options: CompareOptions, text: HeldoutSet, console: Console) -> int:
     """Ask the servers, replay the drafts on the same prompts, print and write --out.
 
     Raises UserError: an option that needs replay of all ways, no server, or one that does not count each request.
@@ -129,7 +129,7 @@ def _served(url: str, source: Source, number: int) -> tuple[Measured, dict[str, 
     return replace(row, way=url), sums
 
 
-def _replayed(name: str, draft: Draft, text: FrozenText, gamma: int) -> tuple[Measured, dict[str, Sums]]:
+def _replayed(name: str, draft: Draft, text: HeldoutSet, gamma: int) -> tuple[Measured, dict[str, Sums]]:
     texts = [after_prefill(item) for item in text.responses]
     scores = score_tokens(draft.model, texts, text.sampling, offsets=draft.offsets(gamma))
     (_, blocks_N), tokens_N = tau_of(scores, text.rule, gamma), np.array([len(item) for item in scores])

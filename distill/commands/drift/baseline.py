@@ -12,7 +12,7 @@ import numpy as np
 from distill.commands.drift.options import DriftOptions
 from distill.commands.drift.sources import AcceptanceLog, AcceptanceRecord
 from distill.config.layout import VERDICT
-from distill.run.frozen_text import load_frozen_text
+from distill.run.heldout_set import load_heldout_set
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import mask_token_of
@@ -44,20 +44,20 @@ def baseline_of(options: DriftOptions, gamma: int | None = None) -> Baseline:
     run = options.run
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
     asked: Any = options.rule or (verdict.rule if verdict else None)
-    frozen = load_frozen_text(run, asked, options.trust_remote_code)
-    draft, gamma = frozen.draft(str(run)), gamma or (verdict.gamma if verdict else frozen.config.judge.gamma)
+    heldout = load_heldout_set(run, asked, options.trust_remote_code)
+    draft, gamma = heldout.draft(str(run)), gamma or (verdict.gamma if verdict else heldout.config.judge.gamma)
     way = drafting_to_serve(verdict, mask_token_of(draft.config) is not None)
     offsets = Draft(draft, way).offsets(gamma, least=gamma)
     # A server takes the first token of a response from the prefill.
-    texts = [after_prefill(response) for response in frozen.responses]
-    scores = score_tokens(draft, texts, frozen.sampling, offsets=offsets)
-    prompts = drawn_prompts([response.domain for response in frozen.responses], scores, frozen.rule, gamma)
+    texts = [after_prefill(response) for response in heldout.responses]
+    scores = score_tokens(draft, texts, heldout.sampling, offsets=offsets)
+    prompts = drawn_prompts([response.domain for response in heldout.responses], scores, heldout.rule, gamma)
     if len(prompts) < FEWEST_REQUESTS:
         raise UserError(
             f"{run}: {len(prompts)} held-out prompts are too few to know their spread, at least {FEWEST_REQUESTS} are needed; raise "
             "judge.prompts and judge the run again"
         )
-    return Baseline(gamma, frozen.rule, prompts, way)
+    return Baseline(gamma, heldout.rule, prompts, way)
 
 
 def drawn_prompts(

@@ -16,7 +16,7 @@ from distill.models.target import Target
 from distill.run.prompts import asked_rows, render_rows
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, frozen_responses
+from speculative.evaluate import HeldoutResponse, decode_heldout
 from speculative.explain import ceilings
 from speculative.explain.repetition import repetition
 from speculative.measure.cost import StepCosts
@@ -80,7 +80,7 @@ def decode_settings(options: ProbeOptions, target: Target, temperature: float) -
 
 def answered(options: ProbeOptions, target: Target, prompts: Sequence[Prompt], temperature: float) -> ProbeText:
     settings = decode_settings(options, target, temperature)
-    responses = frozen_responses(target.model, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+    responses = decode_heldout(target.model, prompts, settings, "probe", batch_size=min(32, len(prompts)))
     return ProbeText(settings.sampling, responses, ceilings.target_peaks(target.model, responses, settings.sampling))
 
 

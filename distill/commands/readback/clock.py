@@ -21,7 +21,7 @@ from distill.commands.serve import started
 from distill.config.layout import ENGINE_COSTS
 from distill.engines.protocol.client import EngineClient
 from distill.report.measured import engine_parts
-from distill.run.frozen_text import load_frozen_text
+from distill.run.heldout_set import load_heldout_set
 from distill.run.responses import decode_settings
 from distill.run.verdict_record import load_verdict
 from speculative.decoder.responses import DecodeSettings
@@ -44,25 +44,25 @@ def time_command(options: TimeOptions) -> int:
     loads, gammas = (sorted(numbers_of(*text, int, 1, 1024, least=2)) for text in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
-    verdict, frozen = load_verdict(options.run), load_frozen_text(options.run)
+    verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
     out = options.run / ENGINE_COSTS
     check_writable("RUN", out)
-    settings = decode_settings(frozen.config.serving, 0, frozen.target)
+    settings = decode_settings(heldout.config.serving, 0, heldout.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")
     tokens = (
-        max(len(text.prompt_ids) for text in frozen.responses)
+        max(len(text.prompt_ids) for text in heldout.responses)
         + max(FEWEST_TOKENS, settings.max_tokens)
         + gammas[-1]
         + SPARE_TOKENS
     )
     with contextlib.closing(_engines(options, gammas, loads[-1], tokens)) as engines:
         for urls in engines:
-            clients = [EngineClient(url, frozen.target.tokenizer, frozen.target.facts.vocab_rows) for url in urls]
+            clients = [EngineClient(url, heldout.target.tokenizer, heldout.target.facts.vocab_rows) for url in urls]
             for client in clients:
                 client.identify()
                 name = f"{client.engine.name} {client.version}".strip()
             texts = {
-                client: ((turn, text) for turn in itertools.count() for text in frozen.responses) for client in clients
+                client: ((turn, text) for turn in itertools.count() for text in heldout.responses) for client in clients
             }
             for load, client in itertools.product(loads, clients):
                 # Not timed: an engine may prepare each size of its steps when it first comes.

@@ -17,16 +17,16 @@ from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
 from distill.models.target import Target
-from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.prompts import asked_rows, render_rows
 from distill.run.readback_record import SERVED_TEXT, SpeedCheck
-from distill.run.responses import decode_settings, frozen_responses_of
+from distill.run.responses import decode_settings, heldout_responses
 from distill.run.verdict_record import Drafting, Verdict, drafting_to_serve, load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, frozen_responses
+from speculative.evaluate import HeldoutResponse, decode_heldout
 from speculative.explain.text_law import TextLaw
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, HELD_OUT, Measured
@@ -90,7 +90,7 @@ def of_prompts(options: ReadbackOptions) -> Source:
     sampling = SamplingSettings(options.temperature)
     rule = Rule.usual(sampling.temperature)
     settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)
-    greedy = frozen_responses(target.model, keyed, settings.at_temperature_0(), "")
+    greedy = decode_heldout(target.model, keyed, settings.at_temperature_0(), "")
     texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
     def judge(replies: Replies, *_: Any) -> Judged:
@@ -140,42 +140,42 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
         raise UserError(
             f"--prompts {options.prompts}: --run {run} has its own; remove one of the two (--count N sends N of the run's prompts)"
         )
-    frozen, greedy = _frozen(options, run)
+    heldout, greedy = _heldout(options, run)
     verdict = load_verdict(run) if (run / VERDICT).is_file() else None
-    settings = decode_settings(frozen.config.serving, frozen.config.seed + _SEED, frozen.target)
-    settings = replace(settings, max_tokens=frozen.manifest["max_tokens"])
-    settings = settings if not frozen.rule.greedy else settings.at_temperature_0()
+    settings = decode_settings(heldout.config.serving, heldout.config.seed + _SEED, heldout.target)
+    settings = replace(settings, max_tokens=heldout.manifest["max_tokens"])
+    settings = settings if not heldout.rule.greedy else settings.at_temperature_0()
 
-    judge = functools.partial(_judge, options, frozen, verdict)
+    judge = functools.partial(_judge, options, heldout, verdict)
     speed = None
     if options.speed:
         if verdict is None or verdict.engine is None:
             raise UserError(f"--speed: {run} has no engine_costs.json; make it with `understudy time {run}`")
-        if (count := len(frozen.responses)) < (most := max(verdict.engine.ratios)):
+        if (count := len(heldout.responses)) < (most := max(verdict.engine.ratios)):
             raise UserError(f"--speed: {count} prompts for {most} concurrent requests; give more prompts")
         speed = functools.partial(speed_checks, verdict, run)
-    target, texts = frozen.target, frozen.responses
+    target, texts = heldout.target, heldout.responses
     if options.target:
         target = open_target(options.target, "auto", "")
-        target.tokenizer = frozen.target.tokenizer
+        target.tokenizer = heldout.target.tokenizer
         prompts = [(text.key, text.prompt_ids) for text in texts]
-        greedy = frozen_responses(target.model, prompts, settings.at_temperature_0(), "")
-        texts = greedy if frozen.rule.greedy else texts
+        greedy = decode_heldout(target.model, prompts, settings.at_temperature_0(), "")
+        texts = greedy if heldout.rule.greedy else texts
     return Source(str(run), run, target, "target.path", texts, greedy, settings, judge, speed=speed)
 
 
 def _judge(
     options: ReadbackOptions,
-    frozen: FrozenText,
+    heldout: HeldoutSet,
     verdict: Verdict | None,
     main: Replies,
     law: TextLaw | None,
     engine: str,
 ) -> Judged:
-    sampled, model = not frozen.rule.greedy, frozen.draft(options.draft or _served(frozen.run))
+    sampled, model = not heldout.rule.greedy, heldout.draft(options.draft or _served(heldout.run))
     way = drafting_to_serve(verdict, mask_token_of(model.config) is not None)
     draft = Draft(model, way)
-    gammas = _gammas(options, frozen, verdict, draft, engine)
+    gammas = _gammas(options, heldout, verdict, draft, engine)
     counted = count(main, gammas[0])
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
     replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
@@ -217,17 +217,17 @@ def _rows(replayer: Replayer, prediction: Predicted, rate: float) -> list[Measur
     return [row, own]
 
 
-def _frozen(options: ReadbackOptions, run: Path) -> tuple[FrozenText, list[HeldoutResponse]]:
+def _heldout(options: ReadbackOptions, run: Path) -> tuple[HeldoutSet, list[HeldoutResponse]]:
     """Return (the run's text for the rule, its greedy text or an empty list), limited to the requested prompts."""
     wanted: Any = None if options.rule == "auto" else options.rule
-    frozen = load_frozen_text(run, wanted, options.trust_remote_code)
-    frozen = replace(frozen, responses=frozen.responses[: options.count])
-    if not frozen.responses:
+    heldout = load_heldout_set(run, wanted, options.trust_remote_code)
+    heldout = replace(heldout, responses=heldout.responses[: options.count])
+    if not heldout.responses:
         raise UserError(f"{run}: no held-out responses; give a run that has judged its draft")
-    if frozen.rule.greedy:
-        return frozen, frozen.responses
+    if heldout.rule.greedy:
+        return heldout, heldout.responses
     store = run / RESPONSES / HELDOUT_GREEDY
-    return frozen, frozen_responses_of(Store(store).read())[: options.count] if store.is_dir() else []
+    return heldout, heldout_responses(Store(store).read())[: options.count] if store.is_dir() else []
 
 
 def _served(run: Path) -> str:
@@ -238,14 +238,14 @@ def _served(run: Path) -> str:
 
 
 def _gammas(
-    options: ReadbackOptions, frozen: FrozenText, verdict: Verdict | None, draft: Draft, engine: str = ""
+    options: ReadbackOptions, heldout: HeldoutSet, verdict: Verdict | None, draft: Draft, engine: str = ""
 ) -> tuple[int, ...]:
     """Return the gammas that the server may use: --gamma, else the exported one at --concurrency, the others, then the judged one."""
     if options.gamma is not None:
         return (options.gamma,)
     own = drafts_by(verdict)[draft.drafting]
     plans = [gamma_plan(verdict, *of) for of in ((own, engine), (own,), (DRAFT,))]
-    judged = verdict.gamma if verdict else frozen.config.judge.gamma
+    judged = verdict.gamma if verdict else heldout.config.judge.gamma
     ranges = plans[0].by_load
     at_load = [gamma for first, last, gamma in ranges if first <= options.concurrency <= last]
     gammas = *at_load, *(plan.gamma for plan in plans), max(1, judged), *(gamma for _, _, gamma in ranges)

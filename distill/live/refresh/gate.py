@@ -12,7 +12,7 @@ from pathlib import Path
 from distill.commands.compare.compare import read_drafts
 from distill.commands.compare.comparison import Comparison, Difference, Scored, comparison
 from distill.live.alarm import OTHERS
-from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.record import Record
 
@@ -47,7 +47,7 @@ def judge_gate(
     alpha that an old slice may lose. looks: judged checkpoints that the best was picked from. parallel: both draft a block in one pass.
     Raises UserError: there is no text, or a draft cannot be judged on it.
     """
-    text = load_frozen_text(run, trusted=True)
+    text = load_heldout_set(run, trusted=True)
     prefix = "parallel:" if parallel else ""
     gamma = text.config.judge.gamma
     entries = read_drafts(text, [f"{prefix}{served}", f"{prefix}{run}"], gamma, timing=False)
@@ -70,7 +70,7 @@ def judge_gate(
 
 
 def _compared(
-    text: FrozenText, entries: Sequence[Scored], old_keys: Collection[str], old: bool, gamma: int, looks: int
+    text: HeldoutSet, entries: Sequence[Scored], old_keys: Collection[str], old: bool, gamma: int, looks: int
 ) -> Comparison | None:
     """Compare the drafts on one side of the text; None without text."""
     chosen = [index for index, response in enumerate(text.responses) if (response.key in old_keys) == old]

@@ -15,7 +15,7 @@ from distill.config.load import load_config
 from distill.live.alarm import Reason
 from distill.live.traffic.record import TrafficRecord
 from distill.models.target import Target
-from distill.run.responses import frozen_responses_of
+from distill.run.responses import heldout_responses
 from distill.run.verdict_record import Costs, Verdict
 from speculative.explain.ceilings import target_peaks
 from speculative.explain.text_law import text_law
@@ -65,7 +65,7 @@ def own_words(home: Path, export: Path) -> OwnText:
     """
     config, store = load_config(home / CONFIG), Store(export / RESPONSES / TRAINING)
     rows = store.rows()
-    some = frozen_responses_of(rows[:: -(-len(rows) // ASKED_RESPONSES)])
+    some = heldout_responses(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:
         return OwnText(holds=True, sentence="text: not checked: the target's weights are on a server", responses=0)
     target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model

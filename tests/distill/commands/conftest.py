@@ -1,5 +1,5 @@
 """The run that readback's tests share."""
 
-from readback_run import _quick, draft, frozen, make, run
+from readback_run import _quick, draft, heldout, make, run
 
-__all__ = ["_quick", "draft", "frozen", "make", "run"]
+__all__ = ["_quick", "draft", "heldout", "make", "run"]

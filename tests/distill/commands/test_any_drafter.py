@@ -26,7 +26,7 @@ from distill.engines.protocol.client import Answer
 from distill.engines.protocol.counters import ServerCounts, as_counts
 from distill.engines.protocol.counts import RequestCounts
 from distill.engines.protocol.engine import read_counts
-from distill.run.frozen_text import FrozenText
+from distill.run.heldout_set import HeldoutSet
 from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -39,12 +39,12 @@ PROMPTS = ["def add(a, b):", "class Node:", "import os", "for row in rows:", "re
 
 
 @pytest.fixture
-def asked(tmp_path: Path, frozen: FrozenText) -> dict[str, Any]:
+def asked(tmp_path: Path, heldout: HeldoutSet) -> dict[str, Any]:
     """Options of a readback without a run."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     return {
-        "target": str(frozen.target.config.path),
+        "target": str(heldout.target.config.path),
         "prompts": str(file),
         "max_tokens": 16,
         "to": tmp_path / "out",
@@ -176,10 +176,10 @@ def test_survival_intervals_cover_the_estimate() -> None:
 
 
 def test_prompts_without_all_ids_are_left_out_of_differences(
-    served: Callable[..., FakeEngine], run: Path, frozen: FrozenText, tmp_path: Path
+    served: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet, tmp_path: Path
 ) -> None:
     """Pairs are by prompt: what one server does not list is not compared, and the rest still agrees with replay."""
-    prompts, console, out = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), tmp_path / "o"
+    prompts, console, out = [one.prompt_ids for one in heldout.responses], Console(file=io.StringIO()), tmp_path / "o"
     lacking = sum(sum(prompt) % 3 == 0 for prompt in prompts)
     assert 0 < lacking < len(prompts)
     with running_engine(served(prompts=prompts, unlisted=3)) as one:
@@ -193,13 +193,13 @@ def test_prompts_without_all_ids_are_left_out_of_differences(
 def test_a_served_drafter_beside_ours(
     served: Callable[..., FakeEngine],
     run: Path,
-    frozen: FrozenText,
+    heldout: HeldoutSet,
     draft: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedily the served tau is that of replay, prompt by prompt; a second server that drafts less accepts less per call."""
-    prompts, console, loaded = [one.prompt_ids for one in frozen.responses], Console(file=io.StringIO()), list[str]()
+    prompts, console, loaded = [one.prompt_ids for one in heldout.responses], Console(file=io.StringIO()), list[str]()
     out = tmp_path / "out.json"
     with running_engine(served(prompts=prompts)) as one, running_engine(served(prompts=prompts, gamma=1)) as two:
         drafts = [one, two, str(run)]
@@ -211,7 +211,7 @@ def test_a_served_drafter_beside_ours(
             compare(replace(asked, fail_below=["tau=1"]), console)
         with pytest.raises(UserError, match="lookup is not replayed"):
             compare(replace(asked, drafts=[one, f"lookup+draft:{run}"]), console)
-        monkeypatch.setattr(FrozenText, "draft", lambda _, path: loaded.append(path) or draft)
+        monkeypatch.setattr(HeldoutSet, "draft", lambda _, path: loaded.append(path) or draft)
         with pytest.raises(UserError, match="no mask token"):
             compare(replace(asked, drafts=[f"parallel:{run}", one]), console)
         assert loaded[-1] == str(run)

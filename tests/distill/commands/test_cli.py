@@ -104,7 +104,7 @@ def test_evaluate_prints_a_table_and_writes_the_shape_of_the_verdict(
     judged, own = Verdict.model_validate(found).judged(DRAFT), load_verdict(tiny_run).judged(DRAFT)
     assert judged is not None
     assert own is not None
-    # The same frozen text and the same weights as the run's own judgement.
+    # The same held-out responses and the same weights as the run's own judgement.
     assert judged.alpha == pytest.approx(own.alpha, abs=1e-5)
     assert judged.tau == pytest.approx(own.tau, abs=1e-6)
     assert f"{judged.alpha:.3f}" in text

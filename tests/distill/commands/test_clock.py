@@ -18,7 +18,7 @@ from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command
 from distill.commands.readback.options import TimeOptions
 from distill.config.layout import ENGINE_COSTS
-from distill.run.frozen_text import load_frozen_text
+from distill.run.heldout_set import load_heldout_set
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
 
@@ -108,7 +108,7 @@ def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pyt
     @contextlib.contextmanager
     def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Any:
         asked.append((options.engine, options.alone, gamma, requests))
-        longest = max(len(one.prompt_ids) for one in load_frozen_text(timed).responses)
+        longest = max(len(one.prompt_ids) for one in load_heldout_set(timed).responses)
         assert longest + 4 < tokens < longest + 400
         with running_app(FakeEngine(Timed(0 if options.alone else gamma, 1), llama=True).app()) as url:
             yield url

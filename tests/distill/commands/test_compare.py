@@ -75,7 +75,7 @@ def test_the_run_s_own_numbers_come_back(untimed, tiny_run):
     judged, undistilled = (
         json.loads((tiny_run / place / "judgement.json").read_text()) for place in ("best", "checkpoints/step-000000")
     )
-    # The same frozen text and weights in another process state: batches are the same, so is every rounding.
+    # The same held-out responses and weights in another process state: batches are the same, so is every rounding.
     assert best.alpha == pytest.approx(judged["alpha"], abs=1e-9)
     assert baseline.alpha == pytest.approx(undistilled["alpha"], abs=1e-9)
     assert untimed.ways[0].taus[3] == best.tau == pytest.approx(verdict["replay"]["3"], abs=1e-9)

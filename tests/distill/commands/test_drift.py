@@ -19,7 +19,7 @@ from distill.commands.drift.baseline import Baseline, baseline_of, drawn_prompts
 from distill.commands.drift.drift import Drift, drift_command
 from distill.commands.drift.options import DriftOptions
 from distill.commands.drift.sources import AcceptanceLog, AcceptanceRecord, read_answers
-from distill.run.frozen_text import FrozenText, load_frozen_text
+from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.verdict_record import WAYS, load_verdict
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -226,7 +226,7 @@ def test_after_the_end_of_a_text_the_mean_acceptance_is_used() -> None:
 # On a run that was really trained.
 
 
-def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Path, tmp_path: Path) -> None:
+def test_another_gamma_and_rule_are_drawn_from_the_runs_heldout_responses(tiny_run: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [{"accepted": int(rng.integers(0, 8)), "drafted": 20, "blocks": 10} for _ in range(12)]
     log = write_log(tmp_path / "log.jsonl", rows)
@@ -241,12 +241,12 @@ def test_another_gamma_and_rule_are_drawn_from_the_runs_frozen_text(tiny_run: Pa
 def test_a_server_takes_the_first_token_from_the_prefill(tiny_run: Path) -> None:
     """Under an argmax rule the text alone says its blocks."""
     found = baseline_of(DriftOptions(tiny_run, rule="greedy-draft"), 2)
-    frozen = load_frozen_text(tiny_run, "greedy-draft")
+    heldout = load_heldout_set(tiny_run, "greedy-draft")
     texts = [
         HeldoutResponse(r.key, "d", [*r.prompt_ids, *r.response_ids[:1]], r.response_ids[1:], r.log_target_probs[1:])
-        for r in frozen.responses
+        for r in heldout.responses
     ]
-    scores = score_tokens(frozen.draft(str(tiny_run)), texts, frozen.sampling)
+    scores = score_tokens(heldout.draft(str(tiny_run)), texts, heldout.sampling)
     assert [row.blocks for row in found.prompts] == expected_blocks_of(scores, Rule.named("greedy-draft"), (2,))[
         :, 0
     ].round().tolist()
@@ -287,12 +287,12 @@ def test_differences_are_compared_with_the_run(tiny_run: Path) -> None:
 
 def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that proposes a block in one pass is less often right at later places: no drift, where that is what was chosen."""
-    frozen = load_frozen_text(tiny_run, "greedy")
-    draft = perturbed(frozen.target.model, 0.01)
+    heldout = load_heldout_set(tiny_run, "greedy")
+    draft = perturbed(heldout.target.model, 0.01)
     draft.config.pard_token = 1
-    monkeypatch.setattr(FrozenText, "draft", lambda own, path: draft)
-    prompts = [text.prompt_ids for text in frozen.responses]
-    engine = FakeEngine(Pair(frozen.target.model, draft, 3, drafting="parallel", prompts=prompts))
+    monkeypatch.setattr(HeldoutSet, "draft", lambda own, path: draft)
+    prompts = [text.prompt_ids for text in heldout.responses]
+    engine = FakeEngine(Pair(heldout.target.model, draft, 3, drafting="parallel", prompts=prompts))
     asked = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop_token_ids": [], "max_tokens": 20}
     pages = []
     for prompt in 4 * prompts:

@@ -31,7 +31,7 @@ from distill.live.refresh.refresh import refresh_command
 from distill.live.traffic.export import export_command
 from distill.live.traffic.record import prepare_directory
 from distill.models.target import Target
-from distill.run.frozen_text import load_frozen_text
+from distill.run.heldout_set import load_heldout_set
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_remote_code_is_trusted_on_this_command_line_alone(command: str, foreign
 
 def test_it_runs_where_the_message_says(foreign: Path, tmp_path: Path) -> None:
     """So the attack above is one."""
-    assert load_frozen_text(foreign, trusted=True).target.side
+    assert load_heldout_set(foreign, trusted=True).target.side
     assert (tmp_path / "ran").exists()
     (tmp_path / "ran").unlink()
     overrides = ["target.trust_remote_code=false"]

@@ -172,12 +172,12 @@ def test_rows_and_repetition_are_reported_before_training(measured):
 
 
 def test_a_target_that_loops_is_reported_in_the_sentence(given, monkeypatch):
-    answer = answers.frozen_responses
+    answer = answers.decode_heldout
 
     def looping(*args: Any, **options: Any) -> list[HeldoutResponse]:
         return [replace(one, response_ids=(one.response_ids[:3] * 16)[:48]) for one in answer(*args, **options)]
 
-    monkeypatch.setattr(answers, "frozen_responses", looping)
+    monkeypatch.setattr(answers, "decode_heldout", looping)
     result = probe(replace(given, temperatures="0", max_tokens=48))
     (about,), (lookup,) = result.texts, result.lookups
     assert about.looping >= 45 / 48

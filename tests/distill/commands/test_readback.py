@@ -25,7 +25,7 @@ from distill.commands.readback.readback import readback_command
 from distill.engines.protocol.client import Answer
 from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
-from distill.run.frozen_text import FrozenText
+from distill.run.heldout_set import HeldoutSet
 from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -97,7 +97,7 @@ def masked(draft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The run's draft, with a token that stands for what is not known yet: it may draft either way."""
     both = copy.deepcopy(draft)
     both.config.pard_token = 1
-    monkeypatch.setattr(FrozenText, "draft", lambda own, path: both)
+    monkeypatch.setattr(HeldoutSet, "draft", lambda own, path: both)
     return both
 
 
@@ -123,8 +123,8 @@ def test_a_draft_that_proposes_a_block_in_one_pass(
     assert taus[0] < taus[1], "a draft that never learnt it"
 
 
-def test_another_draft_is_exposed(make: Callable[..., FakeEngine], run: Path, frozen: FrozenText, draft: Any) -> None:
-    other = perturbed(frozen.target.model, 0.2, seed=3)
+def test_another_draft_is_exposed(make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet, draft: Any) -> None:
+    other = perturbed(heldout.target.model, 0.2, seed=3)
     for rule in ("greedy-draft", "sample"):
         found = read(make(draft=other, rule=rule), run)
         assert not found.agrees
@@ -208,11 +208,11 @@ def test_a_killed_server_is_one_line_and_what_was_answered_is_not_lost(
 
 
 def test_a_server_without_a_draft_or_without_ids(
-    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText
+    make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet
 ) -> None:
     with pytest.raises(UserError, match="reports no draft counts"):
         read(make(draft=None), run)
-    found = read(make(ids=False, tokenizer=frozen.target.tokenizer), run)
+    found = read(make(ids=False, tokenizer=heldout.target.tokenizer), run)
     assert found.text_law is None
     assert found.replay == found.expected
     assert found.greedy.same
@@ -232,15 +232,15 @@ def test_answers_whose_ids_are_not_all_listed_are_left_out(make: Callable[..., F
 def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
     make: Callable[..., FakeEngine],
     run: Path,
-    frozen: FrozenText,
+    heldout: HeldoutSet,
     draft: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, own, asked = perturbed(frozen.target.model, 0.03, seed=5), copy.deepcopy(draft), []
-    for part in (target, frozen.target.tokenizer):
+    target, own, asked = perturbed(heldout.target.model, 0.03, seed=5), copy.deepcopy(draft), []
+    for part in (target, heldout.target.tokenizer):
         part.save_pretrained(tmp_path)
-    monkeypatch.setattr(FrozenText, "draft", lambda _, path: asked.append(path) or own)
+    monkeypatch.setattr(HeldoutSet, "draft", lambda _, path: asked.append(path) or own)
     engine = make(target=target, draft=own)
     assert not read(engine, run).greedy.same
     found = read(engine, run, target=str(tmp_path), draft="served.gguf")

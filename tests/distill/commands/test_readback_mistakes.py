@@ -27,7 +27,7 @@ from distill.engines.protocol.counts import RequestCounts
 from distill.engines.protocol.engine import engine_in
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.faults import Interrupted
-from distill.run.frozen_text import FrozenText
+from distill.run.heldout_set import HeldoutSet
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -74,11 +74,11 @@ def test_a_second_server_that_drafts_too_gives_no_speed_up(make: Callable[..., F
 
 
 def test_a_run_without_heldout_responses_is_one_line(
-    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rule in ("sample", "greedy"):
-        empty = replace(frozen, responses=[], rule=Rule.named(rule))
-        monkeypatch.setattr(source, "load_frozen_text", lambda *_, empty=empty: empty)
+        empty = replace(heldout, responses=[], rule=Rule.named(rule))
+        monkeypatch.setattr(source, "load_heldout_set", lambda *_, empty=empty: empty)
         with pytest.raises(UserError, match="no held-out responses"):
             read(make(), run)
 
@@ -144,7 +144,7 @@ def test_greedy_answers_of_a_sampled_run_are_no_part_of_its_log(make: Callable[.
     assert len(rows) == 10
 
 
-def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path, frozen: FrozenText) -> None:
+def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path, heldout: HeldoutSet) -> None:
     timed = [(DRAFT, 1, 7), (DRAFT, 8, 2), (BY_BLOCK, 1, 8), (LOOKUP, 1, 9)]
     rows = [Measured(way, "sample", load, gamma=gamma, speed_up=1.5) for way, load, gamma in timed]
     verdict = Verdict.model_construct(
@@ -158,9 +158,9 @@ def test_gammas_by_load_and_of_the_other_way_are_gammas_of_the_export(run: Path,
     for judged, draft, gammas in (
         (verdict, by_token, (7, 3, 2)),
         (verdict, by_block, (8, 7, 3)),
-        (None, by_block, (GAMMA_WITHOUT_VERDICT, frozen.config.judge.gamma)),
+        (None, by_block, (GAMMA_WITHOUT_VERDICT, heldout.config.judge.gamma)),
     ):
-        assert source._gammas(ReadbackOptions("", run), frozen, judged, draft) == gammas  # type: ignore[arg-type]
+        assert source._gammas(ReadbackOptions("", run), heldout, judged, draft) == gammas  # type: ignore[arg-type]
 
 
 def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int, engine: str = "vllm") -> Counted:
@@ -192,10 +192,10 @@ def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
 
 
 def test_one_prompt_without_token_ids_tells_nothing(
-    make: Callable[..., FakeEngine], run: Path, frozen: FrozenText
+    make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet
 ) -> None:
     with pytest.raises(UserError, match="at least 2 prompts"):
-        read(make(ids=False, tokenizer=frozen.target.tokenizer), run, count=1)
+        read(make(ids=False, tokenizer=heldout.target.tokenizer), run, count=1)
 
 
 def test_few_blocks_say_how_little_they_tell(make: Callable[..., FakeEngine], run: Path) -> None:

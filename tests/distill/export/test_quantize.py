@@ -30,7 +30,7 @@ from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.quantized import FEW_ROWS, Int8Linear, as_served
 from distill.models.target import Target
-from distill.run.frozen_text import load_frozen_text
+from distill.run.heldout_set import load_heldout_set
 from distill.run.responses import decode_settings
 from distill.run.session import open_pair
 from distill.verdict.decoding import NamedDraft
@@ -139,15 +139,15 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     lighter = NamedDraft(
         "draft in int8", "", 12, Draft(lighter_draft(load_draft(str(tiny_run), target), "int8", target))
     )
-    frozen = load_frozen_text(tiny_run).responses[:3]
+    heldout = load_heldout_set(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
-    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 40)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 40)
     evidence = gather(setup, target, score_and_time(setup, target.model, [best], lighter))
     verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
     row = verdict.row("draft in int8")
     alphas = [
-        sum(own.accept_probs(Rule.named("sample")).sum() for own in score_tokens(draft, frozen, settings.sampling))
-        / sum(len(text.response_ids) for text in frozen)
+        sum(own.accept_probs(Rule.named("sample")).sum() for own in score_tokens(draft, heldout, settings.sampling))
+        / sum(len(text.response_ids) for text in heldout)
         for draft in (lighter.draft.model, best.draft.model)
     ]
     assert row.alpha == pytest.approx(alphas[0], abs=1e-9)

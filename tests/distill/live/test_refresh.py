@@ -127,12 +127,12 @@ def gain_by_hand(place: Path) -> float:
     """Mean acceptance of the new draft minus that of the served one, over all tokens of the new text."""
     import numpy as np
 
-    from distill.run.frozen_text import load_frozen_text
+    from distill.run.heldout_set import load_heldout_set
     from speculative.measure.token_scores import score_responses
 
     run = place / "runs" / "tiny"
-    old = {response.key for response in load_frozen_text(run).responses}
-    text = load_frozen_text(run.with_name("tiny-refresh-v0002"))
+    old = {response.key for response in load_heldout_set(run).responses}
+    text = load_heldout_set(run.with_name("tiny-refresh-v0002"))
     new = [response for response in text.responses if response.key not in old]
     means = [
         np.concatenate(score_responses(text.draft(str(path)), new, text.sampling)).mean() for path in (text.run, run)

@@ -1,4 +1,4 @@
-"""Evidence is gathered with one pass of each draft over the frozen text, for every part that uses its numbers."""
+"""Evidence is gathered with one pass of each draft over the held-out responses, for every part that uses its numbers."""
 
 import functools
 from collections import Counter
@@ -57,42 +57,42 @@ class Passes:
 
 @pytest.fixture
 def pair(tiny_config: Path):
-    """(config, target, baseline and best, frozen text that the target sampled)."""
+    """(config, target, baseline and best, heldout text that the target sampled)."""
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
     drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
     drafts = [NamedDraft(name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)]
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
     responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
-    frozen = [
+    heldout = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    return config, target, drafts, frozen
+    return config, target, drafts, heldout
 
 
 def records_are_of_the_scores(evidence: Evidence) -> None:
     for one in evidence.drafts:
-        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.setup.frozen)
+        scores, tokens = evidence.own_scores(one.name), sum(len(text.response_ids) for text in evidence.setup.heldout)
         alpha = sum(own.accept_probs(evidence.setup.rule).sum() for own in scores) / tokens
         assert evidence.judged[one.name].alpha == pytest.approx(alpha, rel=1e-12)
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_each_draft_reads_the_frozen_text_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    config, target, drafts, frozen = pair
+def test_each_draft_reads_the_heldout_responses_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    config, target, drafts, heldout = pair
     passes = Passes(monkeypatch)
     settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
-    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 100)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 100)
     if live:
         evidence = gather(setup, target, score_and_time(setup, target.model, drafts))
     else:
         evidence = gather_by_replay(setup, drafts, {})
-    assert [passes.over(frozen, one.draft.model) for one in drafts] == [{1}, {1}]
+    assert [passes.over(heldout, one.draft.model) for one in drafts] == [{1}, {1}]
     records_are_of_the_scores(evidence)
     assert evidence.judged[DRAFT].live is live
 
 
-def test_an_evaluation_reads_the_frozen_text_once(
+def test_an_evaluation_reads_the_heldout_responses_once(
     tiny_config: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(tiny_config)
@@ -105,15 +105,15 @@ def test_an_evaluation_reads_the_frozen_text_once(
 
     monkeypatch.setattr("distill.verdict.scored_drafts.score_tokens", scored)
     evaluate(config, str(tiny_run), 2, Rule.named("sample"))
-    (frozen,) = read
-    assert passes.over(frozen) == {2}, "the draft once, and the target once, for its entropies"
+    (heldout,) = read
+    assert passes.over(heldout) == {2}, "the draft once, and the target once, for its entropies"
 
 
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
-    config, target, drafts, frozen = pair
+    config, target, drafts, heldout = pair
     drafts[-1].draft.model.config.pard_token = 0
     settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
-    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): frozen}, 100)
+    setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 100)
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
     for seconds, chosen, other in ((1.0, "parallel", BY_TOKEN), (1e-6, "autoregressive", BY_BLOCK)):
         monkeypatch.setattr(

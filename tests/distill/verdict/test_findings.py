@@ -1,4 +1,4 @@
-"""result.json of a real run: every number in it can be traced to the log of proposals, the judgements or the frozen text."""
+"""result.json of a real run: every number in it can be traced to the log of proposals, the judgements or the held-out responses."""
 
 import json
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_the_speed_up_is_pooled(result: dict) -> None:
     assert rows[LOOKUP]["tuned_on"] == "training prompts"
 
 
-def test_slices_partition_the_frozen_text(result: dict) -> None:
+def test_slices_partition_the_heldout_responses(result: dict) -> None:
     verdict = result["verdict"]
     assert {table["dimension"] for table in result["slices"]} == {
         "domain",

@@ -20,7 +20,7 @@ from distill.verdict.judge import DraftJudge
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, Drafting
 from speculative.errors import UserError
-from speculative.evaluate import frozen_responses, judge, judge_frozen
+from speculative.evaluate import decode_heldout, judge, judge_by_replay
 from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import Rule
@@ -34,7 +34,7 @@ def setting() -> Any:
     target = tiny_model()
     target.config.pard_token = 0
     settings = DecodeSettings(SamplingSettings(1.0), 3, Rule.named("sample"), 12, (), 0)
-    heldout = frozen_responses(target, prompts_of(LENGTHS), settings, "all")
+    heldout = decode_heldout(target, prompts_of(LENGTHS), settings, "all")
     whole: Any = SimpleNamespace(
         model=target,
         saved_dtype=torch.float32,
@@ -87,13 +87,13 @@ def test_both_kinds_agree_in_the_first_token_and_each_with_its_own_replay(settin
 
 
 def test_parts_give_what_the_whole_text_gives(setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slow twin: `judge_frozen` and `judge` of all prompts at once."""
+    """The slow twin: `judge_by_replay` and `judge` of all prompts at once."""
     target, draft, settings, heldout = setting
     with monkeypatch.context() as patch:
         patch.setattr(module, "DECODED_TOGETHER", 3)
         patch.setattr("speculative.measure.token_scores.ROWS_PER_FORWARD", 4)
         record = judged(judge_of(setting, tmp_path), draft)
-    whole = judge_frozen(Draft(draft.exported()), heldout, settings).record()
+    whole = judge_by_replay(Draft(draft.exported()), heldout, settings).record()
     # Batches of other sizes round float32 differently.
     for key in ("alpha", "alpha_ci", "tau", "tau_ci", "replay"):
         assert record[key] == pytest.approx(whole[key], rel=1e-6), key

@@ -30,7 +30,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
 from speculative.drafters.drafter import ModelDrafter
 from speculative.errors import UserError
-from speculative.evaluate import frozen_responses, judge_frozen
+from speculative.evaluate import decode_heldout, judge_by_replay
 from speculative.measure.cost import StepCosts
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT as BEST
@@ -68,11 +68,11 @@ class FixedSpeeds:
 @pytest.fixture(scope="module")
 def asked():
     """(setup with a lossy way, one scored draft)."""
-    frozen = frozen_responses(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
+    heldout = decode_heldout(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
     judging = JudgeConfig(speed_seconds=1e-6, speed_prompts=8, lenience=(2.0,))
-    scores = {SETTINGS.rule: {BEST: score_tokens(DRAFT, frozen, SETTINGS.sampling)}}
+    scores = {SETTINGS.rule: {BEST: score_tokens(DRAFT, heldout, SETTINGS.sampling)}}
     scored = ScoredDrafts(drafts=(NamedDraft(BEST, "", 0, Draft(DRAFT)),), scores=scores, costs={BEST: COSTS})
-    return JudgingSetup(judging, SETTINGS, {SETTINGS.rule: frozen}), scored
+    return JudgingSetup(judging, SETTINGS, {SETTINGS.rule: heldout}), scored
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,9 @@ def with_speeds(timing: Timing, concurrency: int = 1) -> Timing:
 def verdict_with(asked, timing: Timing):
     setup, scored = asked
     judged = {
-        BEST: judge_frozen(scored.drafts[0].draft, setup.frozen, SETTINGS, scores=scored.scores[SETTINGS.rule][BEST])
+        BEST: judge_by_replay(
+            scored.drafts[0].draft, setup.heldout, SETTINGS, scores=scored.scores[SETTINGS.rule][BEST]
+        )
     }
     loads = Loads((replace(timing, concurrency=4),))
     evidence = Evidence(
@@ -120,7 +122,7 @@ def test_a_lossy_way_is_timed_with_its_price(asked, timing_of_ways):
     assert row.tau > rows[BEST].tau * 0.9, "lenience keeps more, up to chance"
     greedy, prompts = (
         SETTINGS.at_temperature_0(timing_of_ways[LENIENT].gamma),
-        [(one.key, one.prompt_ids) for one in asked[0].frozen],
+        [(one.key, one.prompt_ids) for one in asked[0].heldout],
     )
     ours, _ = decode(TARGET, ModelDrafter(DRAFT), prompts, replace(greedy, rule=greedy.rule.lenient(2.0)))
     theirs, _ = decode(TARGET, None, prompts, replace(greedy, gamma=0))
@@ -174,9 +176,9 @@ def test_replay_agrees_with_live_decoding_on_the_embedded_target(tmp_path):
     heads = [json.loads(line)["prompt"] for line in (tmp_path / "heads.jsonl").read_text().splitlines()]
     prompts = [(str(number), tokenizer(head).input_ids[-60:]) for number, head in enumerate(heads)]
     settings = DecodeSettings(SamplingSettings(1.0), 3, max_tokens=24)
-    frozen = frozen_responses(target, prompts, settings, "stdlib")
-    scores = score_tokens(draft, frozen, settings.sampling)
-    tokens_N, keys = np.array([len(one) for one in scores]), [one.prompt for one in frozen]
+    heldout = decode_heldout(target, prompts, settings, "stdlib")
+    scores = score_tokens(draft, heldout, settings.sampling)
+    tokens_N, keys = np.array([len(one) for one in scores]), [one.prompt for one in heldout]
     taus = []
     for lenience in (1.0, 1.5, 2.5):
         rule = settings.rule.lenient(lenience)

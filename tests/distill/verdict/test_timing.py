@@ -15,7 +15,7 @@ from distill.verdict.timing import time_ways, worth_timing
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft
-from speculative.evaluate import frozen_responses
+from speculative.evaluate import decode_heldout
 from speculative.measure.baseline_replay import cross_fitted
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT as BEST
@@ -35,19 +35,19 @@ COSTS = StepCosts(0.010, {1: 0.002, 4: 0.008, 6: 0.012}, {1: 0.011, 4: 0.012, 6:
 
 @pytest.fixture(scope="module")
 def pair():
-    """(frozen text, scores of the draft, history)."""
-    frozen = frozen_responses(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
-    history = frozen_responses(TARGET, prompts_of([5, 8, 7]), SETTINGS, "made up")
-    return frozen, score_tokens(DRAFT, frozen, SETTINGS.sampling), history
+    """(held-out responses, scores of the draft, history)."""
+    heldout = decode_heldout(TARGET, prompts_of([6, 9, 5, 7, 8, 6, 4, 5]), SETTINGS, "made up")
+    history = decode_heldout(TARGET, prompts_of([5, 8, 7]), SETTINGS, "made up")
+    return heldout, score_tokens(DRAFT, heldout, SETTINGS.sampling), history
 
 
 def asked(pair, history=True):
     """(setup, scored of one draft)."""
-    frozen, scores, past = pair
+    heldout, scores, past = pair
     setup = JudgingSetup(
         JudgeConfig(speed_seconds=1e-6, speed_prompts=8),
         SETTINGS,
-        {Rule.named("greedy"): frozen},
+        {Rule.named("greedy"): heldout},
         history=past if history else [],
     )
     best = NamedDraft(BEST, "", 0, Draft(DRAFT))
@@ -60,7 +60,7 @@ def ways(pair, history=True):
 
 
 def test_every_way_has_its_best_gamma_and_the_blocks_that_decoding_counts(pair):
-    frozen, scores, _ = pair
+    heldout, scores, _ = pair
     found = {one.name: one for one in ways(pair)}
     assert list(found) == [BEST, LOOKUP, PAST, LOOKUP_DRAFT]
     gammas = range(1, 7)
@@ -72,7 +72,7 @@ def test_every_way_has_its_best_gamma_and_the_blocks_that_decoding_counts(pair):
     assert found[BEST].gamma == min(gamma for gamma in gammas if seconds[gamma] <= 1.03 * min(seconds.values()))
     for one in found.values():
         settings = DecodeSettings(GREEDY, one.gamma, Rule.named("greedy"), max_tokens=40)
-        for text, blocks in zip(frozen, one.predicted.blocks_N, strict=True):
+        for text, blocks in zip(heldout, one.predicted.blocks_N, strict=True):
             (response,), _ = decode(TARGET, one.drafter(), [(text.key, text.prompt_ids)], settings)
             assert response.response_ids == text.response_ids
             assert response.blocks == blocks, one.name

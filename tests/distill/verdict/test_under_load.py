@@ -44,10 +44,10 @@ def judged(tiny_config: Path):
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
     settings = decode_settings(config.serving, config.seed, target)
     responses, _ = decode(target.model, None, prompts, settings)
-    frozen = [
+    heldout = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    asked = JudgingSetup(config.judge, settings.under(Rule.named("sample"), 2), {Rule.named("sample"): frozen}, 100)
+    asked = JudgingSetup(config.judge, settings.under(Rule.named("sample"), 2), {Rule.named("sample"): heldout}, 100)
     scored = score_and_time(asked, target.model, [NamedDraft(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
     return target, scored, gather(asked, target, scored)
 
@@ -111,7 +111,7 @@ def test_ways_are_tuned_at_the_costs_of_the_load(judged, monkeypatch: pytest.Mon
     monkeypatch.setattr(timing_module, "sample_ways", sampled)
     monkeypatch.setattr(drafts_module, "tuned_lookup", tuned)
     monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 0)
-    history = evidence.setup.frozen[:2]
+    history = evidence.setup.heldout[:2]
     (timing,) = time_at_loads(replace(evidence.setup, history=history), target.model, scored, evidence.timing).timings
     assert texts_of_lookup == [(history, 3)]
     assert [way.name for way in timing.ways] == [DRAFT, LOOKUP, PAST, "early-exit", "lookahead"]

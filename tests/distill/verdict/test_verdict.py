@@ -76,7 +76,7 @@ def scores_of(alphas_NT):
 
 def timing_of(setup, ratios, concurrency=1):
     """A timing in which every way, half a block a token, decodes as many times as fast as the target on each prompt."""
-    texts = setup.frozen
+    texts = setup.heldout
     tokens, blocks_N = len(texts[0].response_ids), setup.tokens_N / 2
     samples = {TARGET: {}}
     for name, of_prompts in ratios.items():

@@ -12,7 +12,7 @@ from speculative.decoder import decision as loop_module
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Draft, drafts_of
 from speculative.errors import UserError
-from speculative.evaluate import HeldoutResponse, judge, judge_frozen
+from speculative.evaluate import HeldoutResponse, judge, judge_by_replay
 from speculative.measure.effects import paired_effects
 from speculative.measure.replay import survival_of
 from speculative.measure.self_checks import SelfCheckError, self_checks
@@ -70,14 +70,14 @@ def test_a_draft_is_judged_either_way_it_drafts():
 def test_a_better_draft_has_a_positive_paired_gain():
     drafts = [perturbed(TARGET, scale) for scale in (0.01, 0.1)]
     scores = [score_tokens(draft, HELDOUT, SETTINGS.sampling) for draft in drafts]
-    better, worse = (judge_frozen(Draft(draft), HELDOUT, SETTINGS) for draft in drafts)
+    better, worse = (judge_by_replay(Draft(draft), HELDOUT, SETTINGS) for draft in drafts)
     gain = paired_effects(*scores, [response.prompt for response in HELDOUT], rule=Rule.named("sample"), gamma=3)
     assert gain.alpha.gain == pytest.approx(better.alpha - worse.alpha)
     assert gain.alpha.ci[0] > 0
 
 
 def test_replay_gives_survival_of_the_whole_text_and_of_every_domain():
-    result = judge_frozen(Draft(DRAFT), HELDOUT, SETTINGS)
+    result = judge_by_replay(Draft(DRAFT), HELDOUT, SETTINGS)
     parts = {name: [one for one in HELDOUT if one.domain == name] for name in result.domains}
     for judged, text in [(result, HELDOUT), *((result.domains[name], part) for name, part in parts.items())]:
         expected = survival_of(score_tokens(DRAFT, text, SETTINGS.sampling), Rule.named("sample"), SETTINGS.gamma)

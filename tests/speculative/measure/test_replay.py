@@ -334,7 +334,7 @@ def test_greedy_replay_equals_live_block_counts_exactly(gamma):
 
 
 @pytest.fixture(scope="module")
-def frozen():
+def sampled_text():
     """The target's own text, which no rule and no gamma changes, and what the draft says of it."""
     settings = DecodeSettings(SamplingSettings(0.8, top_p=0.95), 0, Rule.named("sample"), 40, (3,), seed=9)
     texts, _ = decode(TARGET, None, prompts_of([5] * 60), settings, batch_size=60)
@@ -343,7 +343,7 @@ def frozen():
 
 @pytest.mark.parametrize("rule", ["sample", "sample-untruncated", "greedy-draft", "block"])
 @pytest.mark.parametrize("gamma", [1, 3, 5, 8])
-def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
+def test_replay_agrees_with_live_decoding(rule, gamma, sampled_text):
     sampling = SamplingSettings(0.8, top_p=0.95)
     prompts = prompts_of([5] * 60)
     live, _ = decode(
@@ -352,7 +352,7 @@ def test_replay_agrees_with_live_decoding(rule, gamma, frozen):
     counted = [response.blocks for response in live]
     assert abs(agreement_of(score_tokens(DRAFT, live, sampling), Rule.named(rule), counted, gamma).z) < 3.5
     # On other text of the same target, with another seed, the two taus agree within both standard errors.
-    plain, scores = frozen
+    plain, scores = sampled_text
     blocks = expected_blocks_of(scores, Rule.named(rule), (gamma,))[:, 0]
     taus, errors = [], []
     for counts, texts in ((blocks, plain), (np.array(counted), live)):

@@ -13,7 +13,7 @@ from distill.config.load import load_trusted
 from distill.config.run import RunConfig
 from distill.models.draft import served_draft
 from distill.models.target import Target
-from distill.run.responses import frozen_responses_of
+from distill.run.responses import heldout_responses
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.rules.rule import Rule
@@ -21,7 +21,7 @@ from speculative.rules.sampling import SamplingSettings
 
 
 @dataclass(frozen=True)
-class FrozenText:
+class HeldoutSet:
     """Held-out responses of a run, how the target sampled them, and its tokenizer and facts; its weights load on first use."""
 
     run: Path
@@ -37,7 +37,7 @@ class FrozenText:
         return served_draft(path, self.target)
 
 
-def load_frozen_text(run: Path, rule: str | None = None, trusted: bool = False) -> FrozenText:
+def load_heldout_set(run: Path, rule: str | None = None, trusted: bool = False) -> HeldoutSet:
     """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
 
     Raises UserError: no run there, or held-out prompts without responses.
@@ -55,11 +55,11 @@ def load_frozen_text(run: Path, rule: str | None = None, trusted: bool = False) 
         )
     store = Store(folder)
     manifest = dict(store.manifest())
-    return FrozenText(
+    return HeldoutSet(
         run,
         config,
         chosen,
-        frozen_responses_of(store.read()),
+        heldout_responses(store.read()),
         SamplingSettings(**manifest["sampling"]),
         Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), run),
         manifest,
