@@ -59,10 +59,15 @@ def judged_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     `judge/live_prompts`, 0 without one, and `judge/z`; a server that answers again gives the last two.
     Survival is `judge/survival_J`, and alpha by domain `domains/NAME/alpha`.
     """
-    record = {{"tau": "tau_replay", "tau_ci": "tau_replay_ci"}.get(key, key): value for key, value in record.items()}
-    record["live_prompts"] = 0
+    names = {"tau": "tau_replay", "tau_ci": "tau_replay_ci"}
+    # `live` is of tau, which a checkpoint has by replay even where it decoded prompts live.
+    record = {names.get(key, key): value for key, value in record.items() if key != "live"} | {"live_prompts": 0}
     if check := record.get("live_check"):
-        record |= {f"{key}_live": check[key] for key in ("tau", "tau_ci", "accepted_per_drafted")}
+        record |= {"tau_live": check["tau"], "tau_live_ci": check["tau_ci"], "live_prompts": check["prompts"]}
+        record |= {
+            "accepted_per_drafted_live": check["accepted_per_drafted"],
+            "z": (check.get("replay") or {}).get("z"),
+        }
     if fresh := record.get("fresh_check"):
         record |= {"live_prompts": fresh["prompts"], "z": fresh["z"]}
     numbers = {f"judge/{key}": value for key, value in record.items() if isinstance(value, int | float)}

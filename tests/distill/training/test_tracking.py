@@ -65,6 +65,7 @@ def test_a_judgement_is_logged_with_its_intervals() -> None:
         "domains": {},
         "rule": "sample",
         "ranks": 2,
+        "live": False,
     }
     by_replay = {
         "judge/alpha": 0.6,
@@ -72,13 +73,15 @@ def test_a_judgement_is_logged_with_its_intervals() -> None:
         "judge/alpha_high": 0.7,
         "judge/tau_replay": 2.0,
         "judge/ranks": 2,
+        "judge/live_prompts": 0,
     }
     assert judged_scalars(record) == by_replay
-    check = {"prompts": 32, "tau": 2.1, "tau_ci": [1.9, 2.3], "replay": {"z": -0.5}}
+    check = {"prompts": 32, "tau": 2.1, "tau_ci": [1.9, 2.3], "accepted_per_drafted": 0.4, "replay": {"z": -0.5}}
     assert judged_scalars(record | {"live_check": check}) == by_replay | {
         "judge/tau_live": 2.1,
         "judge/tau_live_low": 1.9,
         "judge/tau_live_high": 2.3,
+        "judge/accepted_per_drafted_live": 0.4,
         "judge/live_prompts": 32,
         "judge/z": -0.5,
     }
@@ -157,6 +160,7 @@ def test_a_missing_tracker_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_judgement_has_names_for_domains_and_survival() -> None:
     parts = {"maths+code": {"alpha": 0.5, "alpha_ci": [0.4, 0.6]}, "a/b é": {"alpha": 0.2}}
     assert judged_scalars({"domains": parts, "survival": [0.5, 0.25]}) == {
+        "judge/live_prompts": 0,
         "judge/survival_1": 0.5,
         "judge/survival_2": 0.25,
         "domains/maths+code/alpha": 0.5,

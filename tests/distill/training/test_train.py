@@ -220,3 +220,14 @@ def test_layers_that_no_draft_can_keep_end_the_run_before_the_target_answers(
     assert "cannot keep these layers as they are" in line
     left = {path.name for path in (tmp_path / "other").iterdir()}
     assert not left & {"self_checks.json", "responses", "checkpoints"}
+
+
+def test_trackers_get_what_checkpoints_decoded_live(tiny_run: Path) -> None:
+    lines = map(json.loads, (tiny_run / "metrics.jsonl").read_text().splitlines())
+    logged = {line["step"]: line for line in lines if "judge/score" in line}
+    assert list(logged) == list_steps(tiny_run)
+    for step, line in logged.items():
+        check = json.loads((step_folder(tiny_run, step) / "judgement.json").read_text())["live_check"]
+        names = {"tau_live": "tau", "accepted_per_drafted_live": "accepted_per_drafted", "live_prompts": "prompts"}
+        assert {name: line[f"judge/{name}"] for name in names} == {name: check[key] for name, key in names.items()}
+        assert "judge/live" not in line, "it would be false, because the tau that selects is of replay"
