@@ -3,7 +3,8 @@
     make peers                                                             # the environments of the other engines
     python bench/peers.py --target DIR --draft DIR --prompts FILE --chat --out bench/results/peers.json
 
-Float32 weights, greedy, token ids in and out. A prompt is used only if the target's answer has `--max-tokens` tokens
+Greedy, token ids in and out, float32 weights; `--weights bfloat16` is f16 in llama.cpp, and `int8` (weights alone, each output a
+scale; what is no matrix product in bfloat16) Q8_0. Texts may part at near-ties there. A prompt is used only if the target's answer has `--max-tokens` tokens
 without an end token, so all engines generate the same number. Engines take turns prompt by prompt, or chunk by chunk if
 several prompts are decoded at once, in another order each time, because machine speed drifts. A rate is the tokens divided by
 the sum of each prompt's median seconds over the rounds; `best` uses each prompt's least. Seconds run from call to
@@ -27,6 +28,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from distill.config.command_line import MessagesColumn, PromptColumn
 from distill.models.load import load_model, load_tokenizer
@@ -140,7 +142,7 @@ def cells_of(scores: dict[str, Score], setting: Setting, draft: str) -> list[dic
     return [
         {
             "peer": name,
-            "mode": "target alone" if setting.draft is None else "with the draft",
+            "mode": setting.mode,
             "batch": setting.batch,
             "threads": setting.threads,
             "draft": None if setting.draft is None else draft,
@@ -155,11 +157,12 @@ def cells_of(scores: dict[str, Score], setting: Setting, draft: str) -> list[dic
 
 
 def settings_of(base: Setting, threads: Sequence[int], gamma: int, at_once: int, drafted: int) -> Iterator[Setting]:
-    """The cells: alone and with the draft at batch 1, alone and (drafted > 0) with the draft on several at once."""
+    """The cells: alone, to the first token and with the draft at batch 1, alone and (drafted > 0) with the draft on several at once."""
     for count in threads:
         one = replace(base, threads=count)
         alone = replace(one, draft=None, gamma=0)
         yield alone
+        yield replace(alone, max_tokens=1)
         yield replace(one, gamma=gamma)
         if at_once:
             yield replace(alone, batch=at_once)
@@ -168,14 +171,14 @@ def settings_of(base: Setting, threads: Sequence[int], gamma: int, at_once: int,
 
 
 def contestants_of(
-    stack: ExitStack, names: Sequence[str], ours: Ours, work: Path
+    stack: ExitStack, names: Sequence[str], ours: Ours, work: Path, weights: str
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Ours and each peer that can be started, and the peers' versions. Their models are stored in `work` as float32."""
+    """Ours and each peer that can be started, and the peers' versions. Their models lie in `work`."""
     folders = {"target": work / "target", "draft": work / "draft"}
     found, versions = {OURS: ours}, {}
     for name in names:
         try:
-            child = Child(name, work, folders, stack)
+            child = Child(name, work, folders, weights, stack)
             versions |= child.versions()
         except UserError as error:
             console.print(f"left out: {error}", markup=False, soft_wrap=True)
@@ -202,21 +205,24 @@ def main(
     drafted: Annotated[int, typer.Option(help="also this number of prompts at once with the draft; 0 = no", min=0)] = 0,
     rounds: Annotated[int, typer.Option(help="rounds over the prompts", min=1)] = 3,
     runner: Annotated[str, typer.Option(help="of our model calls: auto, eager, compile")] = "auto",
+    weights: Annotated[str, typer.Option(help="type of the weights: float32, bfloat16, int8")] = "float32",
 ) -> None:
     """Compare the decoder with other engines on this CPU."""
     widths = [int(part) for part in threads.split(",")]
     names = [name for name in peers.split(",") if name]
     if unknown := set(names) - set(WORKERS):
         raise UserError(f"--peers {', '.join(sorted(unknown))}: known are {', '.join(WORKERS)}")
-    models = {"target": load_model("target", target, dtype=torch.float32).eval()}
-    models["draft"] = load_model("draft", draft, dtype=torch.float32).eval()
+    if weights not in ("float32", "bfloat16", "int8"):
+        raise UserError(f"--weights {weights}: known are float32, bfloat16, int8")
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    models = {role: load_model(role, path, dtype=dtype).eval() for role, path in [("target", target), ("draft", draft)]}
     tokenizer = load_tokenizer(target)
     rows, _ = asked_rows(prompts, prompt_column, messages_column)
     fitting = [list(ids) for _, ids in render_rows(rows, tokenizer, chat) if 4 <= len(ids) <= longest]
     taken = chosen_prompts(models["target"], fitting, count, max_tokens)
-    weights = sum(weight.numel() for weight in models["target"].parameters())
+    numbers = {role: sum(weight.numel() for weight in model.parameters()) for role, model in models.items()}
     context, eos_ids = max(map(len, taken)) + max_tokens, end_token_ids(models["target"])
-    base = Setting("target", "draft", 0, 1, 1, max_tokens, context, eos_ids)
+    base = Setting("target", "draft", 0, 1, 1, max_tokens, context, eos_ids, weights)
     cells: list[dict[str, Any]] = []
     reads: dict[str, float] = {}
     with ExitStack() as stack:
@@ -224,25 +230,29 @@ def main(
         for role, model in models.items():
             model.save_pretrained(work / role)
             tokenizer.save_pretrained(work / role)
+        if weights == "int8":
+            for model in models.values():
+                quantize_(model, Int8WeightOnlyConfig())
         ours = Ours(models["target"], models["draft"], runner)
-        contestants, versions = contestants_of(stack, names, ours, work)
+        contestants, versions = contestants_of(stack, names, ours, work, weights)
         for setting in settings_of(base, widths, gamma, at_once, drafted):
-            read = 1e3 * read_seconds(weights, setting.threads)
+            read = 1e3 * read_seconds(numbers["target"], setting.threads)
             reads[str(setting.threads)] = min(read, reads.get(str(setting.threads), read))
             scores = compete(contestants, setting, taken, rounds)
             cells += cells_of(scores, setting, Path(draft).name)
             show(cells[-len(scores) :], count)
     console.print(
-        "one read of the target's weights, ms by threads:", str({key: round(ms, 2) for key, ms in reads.items()})
+        "one read of the target's weights in float32, ms by threads:",
+        str({key: round(ms, 2) for key, ms in reads.items()}),
     )
     if out is not None:
         result = {
-            "machine": describe_run(0) | {"argv": None, "dtype": "float32"},
+            "machine": describe_run(0) | {"argv": None, "dtype": weights},
             "peer_versions": versions,
             "target": Path(target).name,
             "draft": Path(draft).name,
-            "target_weights": weights,
-            "draft_weights": sum(weight.numel() for weight in models["draft"].parameters()),
+            "target_weights": numbers["target"],
+            "draft_weights": numbers["draft"],
             "runner": runner,
             "gamma": gamma,
             "prompts": count,

@@ -67,8 +67,8 @@ class Ours:
 class Child:
     """A worker's process. It converts the models once, and ends with this process however that ends."""
 
-    def __init__(self, name: str, work: Path, models: dict[str, Path], stack: ExitStack) -> None:
-        """models: float32 folders of `target` and `draft`. stack: ends the process. Raises UserError: it cannot be had."""
+    def __init__(self, name: str, work: Path, models: dict[str, Path], weights: str, stack: ExitStack) -> None:
+        """models: folders of `target` and `draft`. weights: their type in the engine. stack: ends the process. Raises UserError: it cannot be had."""
         script, environment = WORKERS[name]
         python = ROOT / environment / "bin/python"
         python = python if environment and python.exists() else Path(sys.executable)
@@ -86,7 +86,9 @@ class Child:
             )
         stack.callback(self.end)
         self.paths = {
-            role: self.ask(do="convert", model=str(folder), to=str(work / f"{Path(script).stem}-{role}"))["path"]
+            role: self.ask(
+                do="convert", model=str(folder), to=str(work / f"{Path(script).stem}-{role}"), weights=weights
+            )["path"]
             for role, folder in models.items()
         }
 

@@ -43,9 +43,9 @@ class LlamaCpp:
         self.folder = tempfile.TemporaryDirectory()
         self.socket = str(Path(self.folder.name) / "llama.sock")
 
-    def convert(self, model: str, to: str) -> str:
-        """A GGUF file of float32 weights."""
-        return str(gguf_of(model, Path(to), "f32", SERVER))
+    def convert(self, model: str, to: str, weights: str) -> str:
+        """A GGUF file in the type that llama.cpp has for these weights; it has no fast code for bfloat16 on most processors."""
+        return str(gguf_of(model, Path(to), {"float32": "f32", "bfloat16": "f16", "int8": "q8_0"}[weights], SERVER))
 
     def open(self, setting: Setting) -> None:
         threads, each = str(setting.threads), setting.context + setting.gamma + SLACK

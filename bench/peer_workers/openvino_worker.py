@@ -24,11 +24,18 @@ class OpenVino:
         self.pipeline: Any = None
         self.stateful = False
 
-    def convert(self, model: str, to: str) -> str:
-        """Float32 weights in OpenVINO's own format, and the tokenizer, without which it takes no draft."""
+    def convert(self, model: str, to: str, weights: str) -> str:
+        """The weights in OpenVINO's own format (16-bit ones as fp16), and the tokenizer, without which it takes no draft."""
         words = [str(Path(sys.prefix) / "bin/optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
         made = subprocess.run(
-            [*words, "--weight-format", "fp32", "--model", model, to],
+            [
+                *words,
+                "--weight-format",
+                {"float32": "fp32", "bfloat16": "fp16", "int8": "int8"}[weights],
+                "--model",
+                model,
+                to,
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -39,9 +46,10 @@ class OpenVino:
         return to
 
     def open(self, setting: Setting) -> None:
+        precision = "f32" if setting.weights == "float32" else "bf16"
         hints: dict[str, Any] = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": setting.threads,
         }
         self.stateful = setting.batch == 1 and setting.draft is None

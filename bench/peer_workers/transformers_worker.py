@@ -14,18 +14,20 @@ from worker import Setting, serve
 class Transformers:
     """Plain or assisted generation; assisted takes one prompt at a time, so it refuses a larger batch."""
 
-    def convert(self, model: str, to: str) -> str:
+    def convert(self, model: str, to: str, weights: str) -> str:
+        if weights == "int8":
+            raise ValueError("its 8-bit weights need a GPU's library")
         return model
 
     def open(self, setting: Setting) -> None:
         if setting.draft is not None and setting.batch > 1:
             raise ValueError("assisted generation takes one prompt at a time")
         torch.set_num_threads(setting.threads)
-        self.target = _load(setting.target)
+        self.target = _load(setting.target, setting.weights)
         self.options: dict[str, Any] = {}
         self.pad = setting.eos_ids[0] if setting.eos_ids else 0
         if setting.draft is not None:
-            draft = _load(setting.draft)
+            draft = _load(setting.draft, setting.weights)
             draft.generation_config.num_assistant_tokens = setting.gamma
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             draft.generation_config.assistant_confidence_threshold = 0.0
@@ -54,8 +56,8 @@ class Transformers:
         return {name: version(name) for name in ("transformers", "torch")}
 
 
-def _load(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def _load(folder: str, weights: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, weights)).eval()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 It may run in the environment of a foreign engine, so it needs nothing but Python's own library.
 
-    {"do": "convert", "model": DIR, "to": DIR}   -> {"path": PATH}
+    {"do": "convert", "model": DIR, "to": DIR, "weights": W}            -> {"path": PATH}
     {"do": "open", ...the fields of `Setting`}                          -> {}
     {"do": "decode", "prompts": [[ID, ...], ...]}                       -> {"responses": [[ID, ...], ...], "seconds": S}
     {"do": "close"}                                                     -> {}
@@ -29,7 +29,7 @@ class Setting:
     """What an engine is opened for.
 
     target, draft: what `convert` gave for them; draft is None for the target alone, and gamma 0 then.
-    batch: prompts of a request. context: tokens that a prompt and its response need at most.
+    weights: float32, bfloat16 or int8, of target and draft. batch: prompts of a request. context: tokens that a prompt and its response need at most.
     """
 
     target: str
@@ -40,12 +40,20 @@ class Setting:
     max_tokens: int
     context: int
     eos_ids: tuple[int, ...]
+    weights: str = "float32"
+
+    @property
+    def mode(self) -> str:
+        """What the cell measures."""
+        if self.max_tokens == 1:
+            return "first token"
+        return "target alone" if self.draft is None else "with the draft"
 
 
 class Engine(Protocol):
     """What a worker file has to bring; `decode` gives the responses and the seconds of the call."""
 
-    def convert(self, model: str, to: str) -> str: ...
+    def convert(self, model: str, to: str, weights: str) -> str: ...
     def open(self, setting: Setting) -> None: ...
     def decode(self, prompts: list[list[int]]) -> tuple[list[list[int]], float]: ...
     def close(self) -> None: ...

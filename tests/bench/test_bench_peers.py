@@ -93,4 +93,4 @@ def test_a_missing_environment_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     child = sys.modules["peer_workers.child"]
     monkeypatch.setattr(child, "ROOT", tmp_path)
     with peers.ExitStack() as stack, pytest.raises(UserError, match=r"no \.venv-openvino; `make peers` builds it"):
-        child.Child("OpenVINO GenAI", tmp_path, {}, stack)
+        child.Child("OpenVINO GenAI", tmp_path, {}, "float32", stack)
