@@ -13,6 +13,7 @@ from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.engines.protocol.serving_engine import for_engine
 from distill.faults import exit_status
 from distill.models.target import Target
 from distill.run.launcher import launch_if_asked
@@ -29,11 +30,11 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
     """(the config for training from the store, whether to store probabilities)."""
     if signal is not None and signal not in KINDS:
         raise UserError(f"--signal {signal}: choose one of {', '.join(KINDS)}")
-    config = load_config(config_path, overrides)
+    config = for_engine(load_config(config_path, overrides))
     if signal == "none" or (signal is None and config.signal.source == "online"):
         return config, False
     if config.signal.source == "online":  # Refuses an objective that the stored signal cannot serve before any work.
-        config = load_config(config_path, [*overrides, "signal.source=store"])
+        config = for_engine(load_config(config_path, [*overrides, "signal.source=store"]))
     return config, True
 
 

@@ -18,6 +18,7 @@ from distill.config.command_line import TrainOptions, run_program
 from distill.config.layout import JUDGEMENT, JUDGING
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.engines.protocol.serving_engine import for_engine, pair_notes
 from distill.faults import Interrupted, exit_status
 from distill.models.heads import SplitModel
 from distill.models.quantized import require_quantizer
@@ -96,6 +97,8 @@ def distil(run: Run) -> None:
     )
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     student = first_student(data, trial=data.chosen_by_text)
+    for line in pair_notes(config, target.side, student):
+        run.say(line)
     checks: Mapping[str, Any] = {}
     if config.decodes:  # otherwise replay alone judges, and there is nothing to check
         with run.progress.timed("self_checks"):
@@ -228,7 +231,7 @@ def command(options: TrainOptions) -> int:
     run: Run | None = None
     try:
         overrides = options.overrides or []
-        config = load_config(options.config, overrides)
+        config = for_engine(load_config(options.config, overrides))
         launch_if_asked(options, "distill.train", options.config, *overrides)
         run = start(config)
         distil(run)

@@ -147,10 +147,13 @@ class DataConfig(Section):
 class ServingConfig(Section):
     """How the target is served. Its responses and all measurements use these settings."""
 
+    engine: str | None = None
+    """engine that the draft is made for: vllm, sglang, llama.cpp, openvino, tensorrt-llm or transformers. It sets the
+    rule, refuses what it cannot serve, and is timed at the end of the run if it is installed. null = none"""
     rule: RuleName | None = None
     """acceptance rule of the engine, which also sets the default objective: sample, sample-untruncated
-    (drafts sampled at the temperature alone), greedy-draft (the default of most engines), greedy or block. null = greedy
-    at temperature 0, else sample"""
+    (drafts sampled at the temperature alone), greedy-draft (the default of most engines), greedy or block. null = the
+    default of `engine`; without one greedy at temperature 0, else sample"""
     temperature: float = Field(1.0, ge=0)
     """sampling temperature of the server; 0 = greedy"""
     top_k: int = Field(0, ge=0)

@@ -15,6 +15,7 @@ COMMON = (
     "student.init",
     "student.path",
     "data.train.N.path",
+    "serving.engine",
     "serving.temperature",
     "serving.top_p",
     "serving.max_tokens",
@@ -24,7 +25,6 @@ COMMON = (
     "train.batch_size",
     "judge.every",
     "judge.gamma",
-    "judge.rule",
 )
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 

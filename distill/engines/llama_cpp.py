@@ -141,7 +141,7 @@ register(
         "llama.cpp",
         "v0.5.0",
         3,
-        "greedy-draft",
+        ("greedy-draft",),
         refusals=_refusals,
         row_slack=ROW_SLACK,
         first_compared_id=FIRST_COMPARED_ID,

@@ -18,4 +18,4 @@ def _refusals(facts: "EngineFacts") -> list[str]:
     return [_SAMPLES] * facts.sampled + [_QUANTISED] * facts.draft_quantised
 
 
-register(Engine("openvino", "OpenVINO GenAI", "2026.4.1", 6, "greedy", refusals=_refusals, equal_strings=True))
+register(Engine("openvino", "OpenVINO GenAI", "2026.4.1", 6, ("greedy",), refusals=_refusals, equal_strings=True))

@@ -35,7 +35,7 @@ register(
         "SGLang",
         "0.5",
         2,
-        "greedy-draft",
+        ("greedy-draft",),
         refusals=_refusals,
         equal_strings=True,
         dialect=Dialect(

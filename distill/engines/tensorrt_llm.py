@@ -32,7 +32,7 @@ register(
         "TensorRT-LLM",
         "1.3",
         5,
-        "greedy-draft",
+        ("greedy-draft", "sample"),
         warnings=_warnings,
         one_pass=True,
         dialect=Dialect(

@@ -2,4 +2,4 @@
 
 from distill.engines.protocol.engine import Engine, register
 
-register(Engine("transformers", "transformers", "5", 4, "sample", language="python", reads_int8=""))
+register(Engine("transformers", "transformers", "5", 4, ("sample",), language="python", reads_int8=""))

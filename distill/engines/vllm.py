@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts, LoadRange
 
 NAME = "vLLM"
+RULES, TRUNCATED_RULES = ("greedy-draft", "sample", "block"), ("greedy-draft", "sample-untruncated")
 COUNTS = ("--per-request-spec-decode-metrics", "detailed")
 # If the draft's path contains one of these words, it selects another speculation method and ignores the configuration.
 REROUTED_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -41,7 +42,7 @@ def _path_fault(path: str) -> str:
 
 def drawn_rule(facts: "EngineFacts") -> str:
     """The rule of sampled drafts, which vLLM draws at the temperature alone."""
-    return "sample-untruncated" if facts.sampling is not None and facts.sampling.truncates else "sample"
+    return (TRUNCATED_RULES if facts.sampling is not None and facts.sampling.truncates else RULES)[1]
 
 
 def sampled_drafts_win(facts: "EngineFacts") -> bool:
@@ -145,12 +146,13 @@ register(
         NAME,
         "0.32",
         1,
-        "greedy-draft",
+        RULES,
         _rule,
         _refusals,
         _warnings,
         _words,
         _path_fault,
+        TRUNCATED_RULES,
         one_pass=True,
         reads_int8="runs int8 on GPUs only: for a CPU export with --quantize int8-dynamic",
         service=Service(

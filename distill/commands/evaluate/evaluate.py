@@ -11,6 +11,7 @@ from distill.commands.evaluate.scores import Asked, score_lines, task_scores
 from distill.commands.output import check_known, check_writable, write_asked
 from distill.config.load import dump_config, load_trusted
 from distill.config.run import RunConfig
+from distill.engines.protocol.serving_engine import for_engine
 from distill.report.measured import ways_tables
 from distill.report.screen import judgement_table
 from distill.run.provenance import describe_run
@@ -36,7 +37,7 @@ def evaluate_command(options: EvaluateOptions) -> int:
 
     Raises UserError: options that contradict each other, a place that cannot be written, and see `evaluate`.
     """
-    config = load_trusted(options.config, options.trust_remote_code, options.overrides or [])
+    config = for_engine(load_trusted(options.config, options.trust_remote_code, options.overrides or []))
     check_known("--rule", options.rule, ("", *RULES))
     rule = Rule.named(options.rule) if options.rule else config.judge_rule
     gamma = options.gamma or config.judge.gamma

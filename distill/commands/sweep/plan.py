@@ -15,6 +15,7 @@ from distill.config.layout import CONFIG, VERDICT
 from distill.config.load import load_config, parse_section, read_yaml
 from distill.config.run import RunConfig
 from distill.config.sections import Section
+from distill.engines.protocol.serving_engine import for_engine
 from speculative.errors import UserError
 
 SEED = "seed"
@@ -99,7 +100,7 @@ def plan(path: Path) -> tuple[SweepFile, list[Trial]]:
             name = f"{name[:_LONGEST_NAME]}-{digest}"
         overrides = (*fixed, *(assignment(key, value) for key, value in values.items()), f"name={name}")
         try:
-            config = load_config(sweep.base, overrides)
+            config = for_engine(load_config(sweep.base, overrides))
         except UserError as error:
             raise UserError(f"{path}: {name}: {error}") from error
         trials.append(Trial(values, overrides, config))

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from distill import engines
 from distill.engines.protocol.counters import Page, ServerCounts
 from distill.engines.protocol.counts import CountsFormat, RequestCounts, read_format
+from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts
+    from speculative.rules.sampling import SamplingSettings
 
 # Request options with which a server streams, and ends a stream with its counts.
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -75,12 +77,13 @@ class Engine:
     name: str
     version: str
     order: int
-    default_rule: str  # at temperature > 0
+    rules: tuple[str, ...]  # that it can run at temperature > 0, its default first
     rule: "Callable[[EngineFacts], str] | None" = None  # of the command, if it is not always the default
     refusals: "Callable[[EngineFacts], list[str]]" = lambda facts: []
     warnings: "Callable[[EngineFacts], list[str]]" = lambda facts: []  # see `EngineVerdict`
     words: "Callable[[EngineFacts], Mapping[str, Any]]" = lambda facts: {}  # more names for the template
     path_fault: Callable[[str], str] = lambda path: ""  # why a path of an export is not served; empty: it is
+    truncated_rules: tuple[str, ...] = ()  # `rules` where top_k, top_p or min_p exclude tokens, if those are others
     row_slack: int = 0  # allowed difference in embedding rows
     first_compared_id: int = 0  # strings of lower token ids may differ
     equal_strings: bool = False  # the engine itself compares token strings
@@ -91,8 +94,13 @@ class Engine:
     service: Service | None = None  # None: `understudy serve` cannot start it
     dialect: Dialect = Dialect()
 
+    def rules_at(self, sampling: "SamplingSettings") -> tuple[str, ...]:
+        """The rules that it can run at these settings, its default first."""
+        rules = (sampling.truncates and self.truncated_rules) or self.rules
+        return tuple(dict.fromkeys(Rule.named(rule).at(sampling.temperature).name for rule in rules))
 
-UNKNOWN = Engine("unknown", "an unknown engine", "", 0, "")
+
+UNKNOWN = Engine("unknown", "an unknown engine", "", 0, ())
 _REGISTERED: dict[str, Engine] = {}
 
 

@@ -40,7 +40,7 @@ def check(name: str, facts: EngineFacts) -> EngineVerdict:
     assert facts.gamma >= 1
     engine = known_engines()[name]
     facts = _facts_of(engine, facts)
-    rule = engine.default_rule if engine.rule is None else engine.rule(facts)
+    rule = engine.rules[0] if engine.rule is None else engine.rule(facts)
     if facts.sampling is not None:
         rule = Rule.named(rule).at(facts.sampling.temperature).name
     reasons = [*_vocabulary_reasons(engine, facts), *engine.refusals(facts)]
