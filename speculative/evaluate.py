@@ -216,7 +216,7 @@ def judge_sums(heldout: Sequence[HeldoutResponse], settings: DecodeSettings, sum
 
 @dataclass
 class LiveSums:
-    """What a `LiveCheck` needs of one decoded response. predicted, variance: its blocks by replay; None without a replay law."""
+    """What a `LiveCheck` needs of one decoded response. predicted, variance: by replay, if that predicts them."""
 
     key: str
     tokens: int

@@ -88,7 +88,7 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
     """
     directory, facts = read_export(options.run)
     one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
-    facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None, together=None)
+    facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None, lookup_draft=None)
     service = _known(options.engine)[1]
     room = service.room.format(requests=requests, tokens=requests * tokens).split()
     counts = () if options.alone else service.counts

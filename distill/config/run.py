@@ -99,17 +99,17 @@ def _of_blocks(c: "RunConfig") -> Iterator[str]:
 def _of_targets(c: "RunConfig") -> Iterator[str]:
     """The same for targets that are not whole in this process, and for weights of the loss."""
     # A target at a server.
-    if c.behind() and c.judge.live == "end":
+    if c.at_server and c.judge.live == "end":
         yield (
             "target.endpoint: without the target's weights nothing can be decoded for the verdict; set "
             "judge.live: checkpoint (new responses of the server prove the stored ones) or never"
         )
-    if c.behind() and c.student.init == "carved":
+    if c.at_server and c.student.init == "carved":
         yield (
             "target.endpoint: a draft cannot be carved without the target's weights; set student.init: "
             "pretrained or config"
         )
-    if c.behind() and c.asks_more_than_server_gives:
+    if c.at_server and c.asks_more_than_server_gives:
         yield "target.endpoint only supports signal.source: store and loss.temperature: 1"
     # A target on several devices.
     if c.target.shard and c.target.device_map:
@@ -123,7 +123,7 @@ def _of_targets(c: "RunConfig") -> Iterator[str]:
             "target cannot do; set data.mix.student and .speculative to 0 and another signal.source"
         )
     # Loss weights.
-    if c.loss.prompt_weight and c.behind():
+    if c.loss.prompt_weight and c.at_server:
         yield "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"
 
 
@@ -174,14 +174,15 @@ class RunConfig(Section):
         """Whether no objective uses the target's probabilities."""
         return self.objective_names() == {"ce"}
 
-    def behind(self) -> bool:
+    @property
+    def at_server(self) -> bool:
         """Whether the target is at a server."""
         return self.target.endpoint is not None
 
     @property
     def decodes(self) -> bool:
         """Whether anything is decoded with the target, at checkpoints or at the end."""
-        return self.judge.live != "never" and not self.behind()
+        return self.judge.live != "never" and not self.at_server
 
     @property
     def asks_more_than_server_gives(self) -> bool:

@@ -104,12 +104,11 @@ def ways_to_serve(
 
 
 def _lookups_of(verdict: Verdict | None) -> dict[str, Measured | None]:
-    """Return the fields `lookup` and `together` of `EngineFacts` from a verdict."""
+    """Return the fields `lookup` and `lookup_draft` of `EngineFacts` from a verdict."""
     if verdict is None:
         return {}
-    lookup, both = verdict.row(LOOKUP), verdict.row(LOOKUP_DRAFT)
+    lookup, lookup_draft = verdict.row(LOOKUP), verdict.row(LOOKUP_DRAFT)
     own = next((one.drafting for one in verdict.drafts if one.way == DRAFT), "autoregressive")
-    single = both is not None and (
-        both.behind == WAYS["autoregressive"] or (own == "autoregressive" and both.behind != WAYS["parallel"])
-    )
-    return {"lookup": lookup, "together": both if single and verdict.to_run() == LOOKUP_DRAFT else None}
+    then_way = lookup_draft.then_way if lookup_draft else None
+    single = then_way == WAYS["autoregressive"] or (own == "autoregressive" and then_way != WAYS["parallel"])
+    return {"lookup": lookup, "lookup_draft": lookup_draft if single and verdict.to_run() == LOOKUP_DRAFT else None}

@@ -81,7 +81,7 @@ def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
     """Print the last screen of a demo."""
-    style = "green" if verdict.outcome in ("pays_off", "best_together") else "yellow"
+    style = "green" if verdict.outcome in ("pays_off", "best_with_lookup") else "yellow"
     console.print()
     if completions:
         legend = Text.assemble(

@@ -12,7 +12,7 @@ from speculative.measure.metrics import Curve
 
 OUTCOMES: dict[Outcome, str] = {
     "pays_off": "Pays off",
-    "best_together": "Best with lookup before the draft",
+    "best_with_lookup": "Best with lookup before the draft",
     "baseline_better": "A baseline is better",
     "no_speed": "No speed-up",
     "no_measurable_gain": "No measurable gain",

@@ -14,7 +14,7 @@ from speculative.measure.record import Record, Text
 SERVED_TEXT = "served"  # The `text` of rows about the engine's answers.
 
 
-class TextLawRecord(Record):
+class TextFitRecord(Record):
     """Whether the sampled text is the target's own."""
 
     p: float = Field(description="p-value of two tests, corrected")
@@ -76,7 +76,7 @@ class ReadbackRecord(Record):
     )
     agrees: bool = Field(description="whether tau, gamma, the greedy texts and the distribution of the text all agree")
     greedy: GreedyTexts | None = Field(None, description="comparison of greedy texts; null: not made")
-    text_law: TextLawRecord | None = Field(None, description="test of sampled text; null: greedy, or no weights or ids")
+    text_fit: TextFitRecord | None = Field(None, description="test of sampled text; null: greedy, or no weights or ids")
     causes: list[Text] = Field([], description="causes of disagreement that were found by tests")
     speed: list[SpeedCheck] = Field([], description="predicted and served speed-up by load (--speed)")
     notes: list[Text] = Field([], description="notes for the reader")

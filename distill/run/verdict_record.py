@@ -17,7 +17,9 @@ from speculative.measure.replay import ReplayCheck
 Drafting = Literal["autoregressive", "parallel"]
 # A draft that can draft both ways is judged in the faster one; the other one is reported under these names.
 WAYS: dict[Drafting, str] = {"autoregressive": BY_TOKEN, "parallel": BY_BLOCK}
-Outcome = Literal["pays_off", "best_together", "baseline_better", "no_speed", "no_measurable_gain", "loss", "not_timed"]
+Outcome = Literal[
+    "pays_off", "best_with_lookup", "baseline_better", "no_speed", "no_measurable_gain", "loss", "not_timed"
+]
 
 
 class Costs(Record):

@@ -142,7 +142,7 @@ def time_at_loads(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDr
     blocks_G = expected_blocks_of(scores[best.name], setup.rule, gammas).sum(0)
     taus = dict(zip(gammas, (setup.tokens_N.sum() / blocks_G).tolist(), strict=True))
     roofline = fit_roofline(costs)
-    then = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].behind)
+    then = next(item for item in (*scored.others, *scored.drafts) if item.name == first[LOOKUP_DRAFT].then_way)
     timings = []
     # A server cuts the gamma of every load to that of one request, so no larger one is timed.
     of_one = (first[best.name].gamma if best.name in first else 0) or max(gammas)

@@ -232,7 +232,7 @@ def draft_way(
     gammas: Sequence[int] | None = None,
     texts: Sequence[TextCosts] | None = None,
 ) -> Way:
-    """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs by another law."""
+    """A draft at the smallest gamma, 1 or more, whose predicted speed-up is nearly the highest. texts: its costs under another rule."""
     gammas = scored_gammas(scores, gammas or timed_gammas(costs))
     blocks_NK = expected_blocks(texts or texts_of(scores, setup.rule), gammas).others_NK
     prices_K = np.array([costs.block_price(gamma) for gamma in gammas])

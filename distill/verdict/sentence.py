@@ -88,7 +88,7 @@ def _outcome(gain: Effects | None, timing: Timing | None, run: str | None, draft
     if timing is None:
         return "not_timed"
     if run == LOOKUP_DRAFT:
-        return "best_together"
+        return "best_with_lookup"
     return "pays_off" if timing.beats(draft) else "no_speed"
 
 

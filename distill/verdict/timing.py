@@ -162,7 +162,7 @@ class Timing:
                 how=how,
                 ngrams=way.ngrams,
                 then_gamma=way.then_gamma,
-                behind=way.behind,
+                then_way=way.then_way,
                 tuned_on=way.tuned_on,
             )
             if (price := way.price) is not None:

@@ -94,7 +94,7 @@ def closed_share(alpha: float, ceiling_alpha: float = 1.0) -> float:
 
 
 def partly_closed_tau(tau: float, gamma: int, other_tau: float, other_closed_tau: float) -> float:
-    """tau of a rule without a law per token, when it closes the share of its gap to gamma + 1 that another rule closes."""
+    """tau of a rule that does not judge tokens one at a time, when it closes the share of its gap to gamma + 1 that another rule closes."""
     gap = gamma + 1.0 - other_tau
     return tau + (gamma + 1.0 - tau) * (other_closed_tau - other_tau) / gap if gap > 1e-9 else tau
 

@@ -1,5 +1,5 @@
 """The losslessness check: is speculative text the target's own? Greedy text must be equal, and text sampled with the draft must follow the
-target's probabilities by plain forwards (`text_law`), which do not use our decoder. A decoder that is lossless fails the second about
+target's probabilities by plain forwards (`text_fit`), which do not use our decoder. A decoder that is lossless fails the second about
 once in `1 / LEVEL` uses.
 """
 
@@ -14,7 +14,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.drafter import Drafter
 from speculative.errors import UserError
-from speculative.explain.text_law import LEVEL, TextLaw, text_law
+from speculative.explain.text_fit import LEVEL, TextFit, text_fit
 from speculative.measure.self_checks import NearTie, SelfCheckError, near_tie
 from speculative.rules.sampling import SamplingSettings
 
@@ -36,7 +36,7 @@ class GreedyTexts:
 
 @dataclass(frozen=True)
 class SampledTexts:
-    """The test of sampled text. p: of `text_law`. impossible: tokens outside the target's distribution. tested_at: the sampling settings,
+    """The test of sampled text. p: of `text_fit`. impossible: tokens outside the target's distribution. tested_at: the sampling settings,
     without top-k, top-p and min-p in half precision, where rounding moves tokens over their edge.
     """
 
@@ -166,8 +166,8 @@ def losslessness(
         drawn = replace(sampling, temperature=temperature)
         own = replace(settings, seed=settings.seed + number, sampling=drawn)
         texts = sampled_texts(target, proposer, prompts, own, samples, batch_size=batch_size)
-        law: TextLaw = text_law(target, texts, sampling)
-        return SampledTexts(len(prompts), samples, law.tokens, law.p, law.impossible, sampling.as_dict())
+        fit: TextFit = text_fit(target, texts, sampling)
+        return SampledTexts(len(prompts), samples, fit.tokens, fit.p, fit.impossible, sampling.as_dict())
 
     warmer = tested(2, None, sampling.temperature * CONTROL) if control else None
     return replace(checked, sampled=tested(1, drafter, sampling.temperature), control=warmer)

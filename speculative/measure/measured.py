@@ -58,8 +58,8 @@ class Way:
     """A way to decode, at its own best gamma.
 
     drafter: makes a new drafter; None: the target alone. gamma: tokens proposed per block, 0: none. ngrams: (longest, shortest) n-gram
-    looked up. then_gamma, behind: gamma and way of the draft used after a lookup finds nothing. tuned_on: the text that gamma and sizes
-    were chosen on. rule: of a lossy way, its own. predicted: None where replay has no law (token trees, early exit, lookahead, lossy
+    looked up. then_gamma, then_way: gamma and way of the draft used after a lookup finds nothing. tuned_on: the text that gamma and sizes
+    were chosen on. rule: of a lossy way, its own. predicted: None where replay cannot predict (token trees, early exit, lookahead, lossy
     ways): blocks are counted live.
     """
 
@@ -69,7 +69,7 @@ class Way:
     predicted: Predicted | None = None
     ngrams: tuple[int, int] | None = None
     then_gamma: int | None = None
-    behind: str | None = None
+    then_way: str | None = None
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
     rule: Rule | None = None
@@ -113,9 +113,11 @@ class Measured:
     how: Annotated[dict[str, How], "how each figure was obtained"] = field(default_factory=dict)
     ngrams: Annotated[tuple[int, int] | None, "longest and shortest n-gram that is looked up"] = None
     then_gamma: Annotated[int | None, "gamma of the draft used when the lookup finds nothing"] = None
-    behind: Annotated[str | None, "the way of that draft"] = None
+    then_way: Annotated[str | None, "the way of that draft"] = None
     tuned_on: Annotated[str | None, "text that gamma and n-gram sizes were chosen on"] = None
-    total_variation: Annotated[float | None, "LOSSY: from the target's law, at a drafted token, by replay"] = None
+    total_variation: Annotated[float | None, "LOSSY: from the target's distribution, at a drafted token, by replay"] = (
+        None
+    )
     total_variation_ci: Annotated[Interval | None, "its interval"] = None
     differing: Annotated[float | None, "LOSSY: share of responses that differ at temperature 0"] = None
 

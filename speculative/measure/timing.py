@@ -8,8 +8,8 @@ sample, so that a slow machine affects both:
 
 n, B: tokens and expected blocks of a prompt's response. rho: seconds of a block over seconds of a step of the target alone, in
 the same sample; f, g: seconds of reading a prompt, alone and with the way, in such steps (under load: 0). A ratio estimator
-(Cochran, Sampling Techniques, chapter 6): the chance in the timed texts does not enter. If replay has no law
-(`Way.predicted` is None), the cost per token is timed instead of the cost per block.
+(Cochran, Sampling Techniques, chapter 6): the chance in the timed texts does not enter. Where replay cannot
+predict blocks (`Way.predicted` is None), the cost per token is timed instead of the cost per block.
 
 A sample is a whole response to one prompt; under load it is `LOAD_BLOCKS` blocks of n requests, which begin somewhere in their
 responses, as on a server, and whose rows go to the next requests when they end. Whole samples of the ways alternate, so that the
@@ -189,7 +189,7 @@ class SpeedEstimates:
         fewest: int = 2,
         load: int = 1,
     ) -> None:
-        """blocks: expected ones (N,) of every way but the target alone; None: replay has no law for it. fewest: prompts and samples
+        """blocks: expected ones (N,) of every way but the target alone; None: replay cannot predict it. fewest: prompts and samples
         needed for an interval.
         """
         self.fewest, self._load = fewest, load

@@ -85,8 +85,8 @@ def check_text(found: ReadbackRecord) -> None:
     assert (found.engine, found.version.startswith("0."), found.z, found.replay) == ("vLLM", True, None, None)
     assert found.greedy is not None
     assert found.greedy.same
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
 
 
 def test_the_engine_starts_alone(plain: Server) -> None:

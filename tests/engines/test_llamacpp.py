@@ -74,8 +74,8 @@ def test_greedy_drafts_are_accepted_as_replay_says(exact: Server, run: Path, con
     found = read_back(exact, run, concurrency=concurrency)
     check_agreement(found, "greedy-draft")
     assert found.version
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
     assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=0.02)
 
 
@@ -102,8 +102,8 @@ def test_a_quantised_pair_is_replayed_as_it_is_served(run: Path) -> None:
     assert broken == []
     assert files["draft"].stat().st_size < 0.8 * whole.stat().st_size
     assert found.served.tau == pytest.approx(found.replay.tau, rel=0.05)
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
     weight = "model.layers.0.mlp.gate_proj.weight"
     half, four = (load_model("draft", str(path)).state_dict()[weight] for path in (whole, files["draft"]))
     assert 0.01 < (half - four).norm() / half.norm() < 0.15
@@ -122,8 +122,8 @@ def test_lookup_is_tried_before_the_draft(run: Path) -> None:
         found = read_back(server, run, count=12)
     assert found.greedy is not None
     assert found.greedy.same
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
     log = server.log.read_text()
     for name in ("ngram-simple", "draft-simple"):
         assert re.search(rf"statistics +{name}:.*#gen drafts = +[1-9]", log), name

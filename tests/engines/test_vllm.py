@@ -141,8 +141,8 @@ def test_argmax_drafts_at_a_temperature(argmax: Server, sampled_only: Path) -> N
         scraped = beside.submit(drift_command, counters)
         found = read_back(argmax, sampled_only)
     check_agreement(found, "greedy-draft")
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
     # What the same answers say of a server that is thought to draft more.
     other = read_back(argmax, sampled_only, gamma=5, resume=True)
     assert not other.agrees
@@ -172,8 +172,8 @@ def test_the_engine_starts_with_sampled_drafts(sampling: Server) -> None:
 def test_sampled_drafts(sampling: Server, sampled_only: Path) -> None:
     found = read_back(sampling, sampled_only, rule="sample-untruncated")
     check_agreement(found, "sample-untruncated")
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
 
 
 def test_the_engine_starts_with_a_draft_in_8_bits(eight_bits: Server) -> None:

@@ -170,7 +170,7 @@ def _measured(tau_live: float, share: float) -> list[dict[str, Any]]:
         rows.append(row | waited | {"how": {"speed_up": "timed"}})
         for way, gamma, faster in speeds:
             more = alphas.get(way, {"ngrams": [3, 1]})
-            more = more | ({"then_gamma": 3, "behind": DRAFT} if way == LOOKUP_DRAFT else {})
+            more = more | ({"then_gamma": 3, "then_way": DRAFT} if way == LOOKUP_DRAFT else {})
             rows.append(
                 {
                     "way": way,

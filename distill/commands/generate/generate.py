@@ -219,7 +219,7 @@ def summary_lines(
 def replay_check(
     drafter: Drafter, responses: list[Response], settings: DecodeSettings, policy: GammaPolicy
 ) -> ReplayCheck | None:
-    """The live blocks against replay of their text; None where replay has no law for them."""
+    """The live blocks against replay of their text; None where replay cannot predict them."""
     if type(drafter) not in (ModelDrafter, ParallelDrafter) or not isinstance(policy, FixedGamma) or settings.tree:
         return None
     assert isinstance(drafter, ModelDrafter)

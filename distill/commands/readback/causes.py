@@ -1,7 +1,7 @@
 """What explains a disagreement between engine and replay. Each cause that is found gives one line."""
 
 from distill.commands.readback.comparison import Counted, Predicted, Replayer
-from speculative.explain.text_law import TextLaw
+from speculative.explain.text_fit import TextFit
 
 _FAR = 0.1  # Share of the blocks
 
@@ -37,13 +37,13 @@ def acceptance_causes(counted: Counted, replayer: Replayer, prediction: Predicte
     return causes
 
 
-def text_causes(law: TextLaw) -> list[str]:
+def text_causes(fit: TextFit) -> list[str]:
     """Return the cause if sampled text does not follow the target at the requested settings."""
-    if law.same:
+    if fit.same:
         return []
     return [
-        f"text: the sampled text does not fit the target at the requested settings (log-probability {law.log_prob:.2f} per token, expected "
-        f"{law.expected:.2f}, p {law.p:.1g}; {law.impossible:,} of {law.tokens:,} tokens have probability 0): "
+        f"text: the sampled text does not fit the target at the requested settings (log-probability {fit.log_prob:.2f} per token, expected "
+        f"{fit.expected:.2f}, p {fit.p:.1g}; {fit.impossible:,} of {fit.tokens:,} tokens have probability 0): "
         "the server samples with other "
         "settings (temperature, truncation), serves another target, or has a bug; check whether it writes the same without a draft"
     ]

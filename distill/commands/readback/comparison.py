@@ -13,7 +13,7 @@ from distill.run.readback_record import SERVED_TEXT
 from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
-from speculative.explain.text_law import IMPOSSIBLE, TextLaw
+from speculative.explain.text_fit import IMPOSSIBLE, TextFit
 from speculative.measure.engine_blocks import (
     Decoded,
     ServedBlocks,
@@ -83,12 +83,12 @@ class Predicted:
 class Replayer:
     """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
-    def __init__(self, draft: Draft, replies: Replies, law: TextLaw | None, most_gamma: int = 1) -> None:
-        """Score both texts. ``law``: the target's probabilities of the served text, if known. ``most_gamma``: the
+    def __init__(self, draft: Draft, replies: Replies, fit: TextFit | None, most_gamma: int = 1) -> None:
+        """Score both texts. ``fit``: the target's probabilities of the served text, if known. ``most_gamma``: the
         largest gamma of interest.
         """
-        self.draft, self.replies, self.law, self.most_gamma = draft, replies, law, most_gamma
-        sampling, texts = replies.settings.sampling, served_texts(replies, law)
+        self.draft, self.replies, self.fit, self.most_gamma = draft, replies, fit, most_gamma
+        sampling, texts = replies.settings.sampling, served_texts(replies, fit)
         offsets = draft.offsets(most_gamma, least=most_gamma)
         own = [after_prefill(text) for text in replies.texts]
         self.own_scores = score_tokens(draft.model, own, sampling, offsets=offsets)
@@ -96,11 +96,11 @@ class Replayer:
 
     def knows(self, rule: Rule) -> bool:
         """Whether the served text can be replayed under a rule: its ids are known, and its probabilities if the draft samples."""
-        return self.scores is not None and (not rule.draws or self.law is not None)
+        return self.scores is not None and (not rule.draws or self.fit is not None)
 
     def rules(self, rule: Rule) -> tuple[Rule, ...]:
         """Return the rules that the served text can be replayed under, each once."""
-        return rule.replayable(self.law is not None, self.replies.settings.sampling.truncates)
+        return rule.replayable(self.fit is not None, self.replies.settings.sampling.truncates)
 
     def predict(self, counted: Counted, rule: Rule, gamma: int) -> Predicted:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
@@ -137,16 +137,16 @@ class Replayer:
         return predicted_shares(scores, rule, gamma, spared=spared)
 
 
-def served_texts(replies: Replies, law: TextLaw | None = None) -> list[Decoded] | None:
+def served_texts(replies: Replies, fit: TextFit | None = None) -> list[Decoded] | None:
     """Return the served responses from their second token on; None if one has no token ids."""
     texts = []
     for index, (text, answer) in enumerate(zip(replies.texts, replies.answers, strict=True)):
         if answer.ids is None:
             return None
         logs = [0.0] * len(answer.ids)
-        if law is not None:
+        if fit is not None:
             # A faulty engine emits tokens with probability 0 in both models; they must not count as accepted.
-            logs = np.maximum(law.log_target_probs[index], IMPOSSIBLE).tolist()
+            logs = np.maximum(fit.log_target_probs[index], IMPOSSIBLE).tolist()
         texts.append(after_prefill(Decoded(text.prompt_ids, answer.ids, logs)))
     return texts
 

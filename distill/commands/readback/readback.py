@@ -24,11 +24,11 @@ from distill.engines.protocol.engine import engine_in
 from distill.models.target import Target
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.lock import held_for
-from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextLawRecord, load_readback
+from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextFitRecord, load_readback
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
-from speculative.explain.text_law import TextLaw, text_law
+from speculative.explain.text_fit import TextFit, text_fit
 from speculative.measure.engine_blocks import Decoded
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.rules.rule import RULES
@@ -105,7 +105,7 @@ def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     return clients
 
 
-def _law(replies: Replies, source: Source) -> tuple[TextLaw | None, list[str]]:
+def _text_fit(replies: Replies, source: Source) -> tuple[TextFit | None, list[str]]:
     """Return (the test of the sampled text against the target, notes on why it was not run)."""
     if source.target.config.endpoint is not None:
         return None, ["the target's weights are on a server, so the distribution of the text is not tested"]
@@ -114,21 +114,21 @@ def _law(replies: Replies, source: Source) -> tuple[TextLaw | None, list[str]]:
         return None, [f"the server gives no token ids, so the distribution of its text is not tested{instead}"]
     pairs = zip(replies.texts, replies.answers, strict=True)
     texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
-    return text_law(source.target.model, texts, replies.settings.sampling), []
+    return text_fit(source.target.model, texts, replies.settings.sampling), []
 
 
 def _record(
     options: ReadbackOptions, source: Source, client: EngineClient, main: Replies, greedy: Replies | None
 ) -> ReadbackRecord:
-    law, notes = _law(main, source) if not main.settings.sampling.greedy else (None, [])
+    fit, notes = _text_fit(main, source) if not main.settings.sampling.greedy else (None, [])
     try:
-        judged = source.judge(main, law, client.engine.name)
+        judged = source.judge(main, fit, client.engine.name)
     except UserError as error:
         raise UserError(f"{client.endpoint.url}: {error}") from error
     counted = judged.counted
     if main.left_out:
         notes.append(f"{main.left_out} answers are left out: the server does not list all their token ids")
-    causes = text_causes(law) if law is not None else []
+    causes = text_causes(fit) if fit is not None else []
     texts, more = _greedy_texts(greedy, source.target)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
     served, speed = served_row(main, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
@@ -152,7 +152,7 @@ def _record(
         z=judged.z,
         agrees=not causes,
         greedy=texts,
-        text_law=None if law is None else TextLawRecord.model_validate(law, from_attributes=True),
+        text_fit=None if fit is None else TextFitRecord.model_validate(fit, from_attributes=True),
         causes=causes,
         notes=notes + judged.notes,
     )

@@ -27,7 +27,7 @@ from speculative.drafters.draft import Draft
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, decode_heldout
-from speculative.explain.text_law import TextLaw
+from speculative.explain.text_fit import TextFit
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import DRAFT, HELD_OUT, Measured
 from speculative.measure.record import Record
@@ -59,9 +59,8 @@ class Source:
     """Prompts to send under `settings`. texts, greedy: of the target, at these settings and greedily; without a run, `texts` are prompts.
 
     folder: for answers and the result. label: of the target in errors. by_request: count each request by the server's counters if its
-    answers have no counts. judge: compares the counts of an engine with what is expected; the law is that of the
-    sampled text. speed: with --speed,
-    as `speed_checks`.
+    answers have no counts. judge: compares the counts of an engine with what is expected, given the fit of the sampled text. speed: with
+    --speed, as `speed_checks`.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Source:
     texts: list[HeldoutResponse]
     greedy: list[HeldoutResponse]
     settings: DecodeSettings
-    judge: Callable[[Replies, TextLaw | None, str], Judged]
+    judge: Callable[[Replies, TextFit | None, str], Judged]
     by_request: bool = False
     speed: Callable[..., list[SpeedCheck]] | None = None
 
@@ -169,7 +168,7 @@ def _judge(
     heldout: HeldoutSet,
     verdict: Verdict | None,
     main: Replies,
-    law: TextLaw | None,
+    fit: TextFit | None,
     engine: str,
 ) -> Judged:
     sampled, model = not heldout.rule.greedy, heldout.draft(options.draft or _served(heldout.run))
@@ -178,7 +177,7 @@ def _judge(
     gammas = _gammas(options, heldout, verdict, draft, engine)
     counted = count(main, gammas[0])
     wanted = counted.gamma if counted.gamma in gammas else gammas[0]
-    replayer = Replayer(draft, main, law, max(wanted, counted.gamma))
+    replayer = Replayer(draft, main, fit, max(wanted, counted.gamma))
     prediction = _rule(options, counted, replayer, wanted, sampled)
     shown = replayer.predict(counted, prediction.rule, counted.gamma)
     survival, rate = replayer.shares(prediction.rule, prediction.gamma, counted.spared)

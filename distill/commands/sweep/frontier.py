@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distill.commands.sweep.plan import Trial
-from distill.commands.sweep.table import Row, mean_of, value_text
+from distill.commands.sweep.table import Combination, mean_of, value_text
 from distill.config.layout import best_student
 from distill.report.money import Prices, price_rows, run_hours
 from distill.report.plot import write_figure
@@ -22,7 +22,7 @@ MEGABYTE = 1e6
 
 
 @dataclass(frozen=True)
-class Point:
+class SizeAndSpeed:
     """A combination, as means over its finished seeds. speed_ups: (speed-up, its interval) of the draft by number of concurrent requests.
     c: draft step / target step. bytes: of the draft's weights. hours: of all stages of the run. million: price of a million tokens with the
     draft at one request; None without a price. frontier: no other combination is at most as large and at least as fast, and better in one.
@@ -47,7 +47,7 @@ class Point:
         return ", ".join(f"{key.split('.')[-1]} {value_text(value)}" for key, value in self.values.items())
 
 
-def points_of(rows: Sequence[Row], trials: Sequence[Trial], price: float | None) -> list[Point]:
+def points_of(rows: Sequence[Combination], trials: Sequence[Trial], price: float | None) -> list[SizeAndSpeed]:
     """The combinations with a finished and timed run, smallest draft first, with the frontier marked.
 
     Raises UserError: a run's verdict cannot be read.
@@ -61,7 +61,7 @@ def points_of(rows: Sequence[Row], trials: Sequence[Trial], price: float | None)
     return marked(points)
 
 
-def marked(points: Sequence[Point]) -> list[Point]:
+def marked(points: Sequence[SizeAndSpeed]) -> list[SizeAndSpeed]:
     """The points, smallest draft first, with the frontier marked."""
     points = sorted(points, key=lambda point: (point.bytes, -point.speed_up))
     sizes = [(point.bytes, -point.speed_up) for point in points]
@@ -69,7 +69,7 @@ def marked(points: Sequence[Point]) -> list[Point]:
     return [replace(point, frontier=not lost) for point, lost in zip(points, beaten, strict=True)]
 
 
-def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) -> Point:
+def _point(row: Combination, runs: Sequence[tuple[Path, Verdict]], price: float | None) -> SizeAndSpeed:
     verdicts = [verdict for _, verdict in runs]
     loads = sorted(set.intersection(*(set(verdict.concurrencies) for verdict in verdicts)) | {1})
     speed_ups = {}
@@ -83,7 +83,7 @@ def _point(row: Row, runs: Sequence[tuple[Path, Verdict]], price: float | None) 
     prices = Prices(price, price) if price else None
     millions = [rows[0].million_with_draft for verdict in verdicts if prices and (rows := price_rows(verdict, prices))]
     alpha, tau = row.figure("alpha"), row.figure("tau")
-    return Point(
+    return SizeAndSpeed(
         values=row.values,
         alpha=alpha.value if alpha else None,
         tau=tau.value if tau else None,
@@ -99,7 +99,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def recommended(points: Sequence[Point]) -> tuple[Point, str] | None:
+def recommended(points: Sequence[SizeAndSpeed]) -> tuple[SizeAndSpeed, str] | None:
     """The smallest draft of the frontier that is not certainly slower than the fastest, and why; None without points."""
     if not points:
         return None
@@ -113,7 +113,7 @@ def recommended(points: Sequence[Point]) -> tuple[Point, str] | None:
     return chosen, f"Recommended: {chosen.name}: {chosen.speed_up:.2f}x, {size}; {why}."
 
 
-def frontier_table(points: Sequence[Point]) -> Table:
+def frontier_table(points: Sequence[SizeAndSpeed]) -> Table:
     """One row per combination, the smallest draft first; the frontier is bold."""
     loads = sorted({load for point in points for load in point.speed_ups})
     speeds = [Column(f"speed-up at {load}", ".2f", "x") for load in loads]
@@ -135,7 +135,7 @@ def frontier_table(points: Sequence[Point]) -> Table:
     return table
 
 
-def plot_frontier(path: Path, points: Sequence[Point], picked: Point) -> None:
+def plot_frontier(path: Path, points: Sequence[SizeAndSpeed], picked: SizeAndSpeed) -> None:
     """Plot speed-up at one request over the draft's size, with intervals; the frontier is a line, the recommended point a ring."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axis = figure.subplots()

@@ -25,14 +25,14 @@ from data.files import MANIFEST, write_json
 from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
-from distill.commands.sweep.table import FIGURES, Row, measured_of, summarise, sweep_table
+from distill.commands.sweep.table import FIGURES, Combination, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVER_IDENTITY
 from distill.run.lock import hold
 from speculative.errors import UserError
 
 
-def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Row]:
+def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Combination]:
     """Train the unfinished trials one after the other, print a table and return its rows.
 
     Seeds are in the outer loop, so a sweep that is stopped early has complete passes over the grid. A failed trial is reported and the
@@ -99,12 +99,12 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     started = time.perf_counter()
     with console.status(f"training, log in {log}"):
         train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
-    row = Row({}, [], [], 1, 0, measured_of(trial))
+    row = Combination({}, [], [], 1, 0, measured_of(trial))
     found = [f"{name} {figure.value:.3f}, " for name in FIGURES if (figure := row.figure(name)) is not None]
     console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 
 
-def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Row]:
+def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Combination]:
     """The rows of the finished trials. They are also written to sweep.json."""
     found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
     rows = summarise(sweep, trials, found)

@@ -21,7 +21,7 @@ FIGURES = {"alpha": Column("alpha", ".3f"), "tau": Column("tau", ".2f"), "speed_
 
 
 @dataclass(frozen=True)
-class Row:
+class Combination:
     """A combination: its runs, how many are finished and missing, the means of the draft's rows, and a note.
 
     measured: as judged and, if it was timed, as timed at its own gamma; empty if no run is finished. Intervals are over seeds
@@ -61,7 +61,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     return mean - half, mean + half
 
 
-def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> list[Row]:
+def summarise(sweep: SweepFile, trials: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> list[Combination]:
     """One row per combination, the best first; ``found``: `measured_of` the finished runs by name."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
@@ -80,13 +80,15 @@ def _note(own: Cell | None, best: Cell) -> str:
     return NOISE if overlap else ""
 
 
-def _row(members: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> Row:
+def _row(members: Sequence[Trial], found: Mapping[str, Sequence[Measured]]) -> Combination:
     finished = [trial.config.name for trial in members if trial.config.name in found]
     done = [found[name] for name in finished]
     sides = [[rows[side] for rows in done if len(rows) > side] for side in (0, 1)]
     values = {key: value for key, value in members[0].values.items() if key != SEED}
     means = [mean_of(rows) for rows in sides if rows]
-    return Row(values, [trial.config.name for trial in members], finished, len(done), len(members) - len(done), means)
+    return Combination(
+        values, [trial.config.name for trial in members], finished, len(done), len(members) - len(done), means
+    )
 
 
 def mean_of(rows: Sequence[Measured]) -> Measured:
@@ -106,7 +108,7 @@ def value_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def sweep_table(sweep: SweepFile, rows: Sequence[Row]) -> Table:
+def sweep_table(sweep: SweepFile, rows: Sequence[Combination]) -> Table:
     """One row per combination, the best first and bold."""
     count = sum(row.figure(sweep.metric) is not None for row in rows)
     picked = f" The best is picked out of {count}; its interval is not widened for that." if count > 1 else ""

@@ -78,7 +78,7 @@ class EngineFacts:
     timed_in: Timed | None = None  # used in place of `gamma`, `taus` and `gamma_by_load` by that engine
     lookup: Measured | None = None  # timing of prompt lookup without a draft
     # timing of prompt lookup before a draft that proposes token by token, if the verdict chose that
-    together: Measured | None = None
+    lookup_draft: Measured | None = None
     differences: Mapping[str, str] = field(default_factory=dict)  # of the pair's files by name, as text
     dtypes: tuple[str, str] = ("", "")  # of the saved weights of target and draft
     token_rows: int = 0  # rows that the target's tokenizer needs

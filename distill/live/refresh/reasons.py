@@ -18,7 +18,7 @@ from distill.models.target import Target
 from distill.run.responses import heldout_responses
 from distill.run.verdict_record import Costs, Verdict
 from speculative.explain.ceilings import target_peaks
-from speculative.explain.text_law import text_law
+from speculative.explain.text_fit import text_fit
 from speculative.measure.effects import Effects
 from speculative.measure.measured import UNDISTILLED
 from speculative.rules.sampling import SamplingSettings
@@ -74,9 +74,9 @@ def own_words(home: Path, export: Path) -> OwnText:
         share = float(np.concatenate([one.matches for one in target_peaks(target, some, sampling)]).mean())
         holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's first choice"
     else:
-        law = text_law(target, some, sampling)
-        holds = law.same or law.log_prob > law.expected - FAR_NATS
-        words = f"{law.log_prob:.2f} nats per token under the target, {law.expected:.2f} expected for its own text"
+        fit = text_fit(target, some, sampling)
+        holds = fit.same or fit.log_prob > fit.expected - FAR_NATS
+        words = f"{fit.log_prob:.2f} nats per token under the target, {fit.expected:.2f} expected for its own text"
     words = f"text: {words} ({len(some)} responses)"
     if not holds:
         words += ": this is not the target's own text (mixed up? another target? other sampling settings?)"

@@ -74,8 +74,8 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., FakeEngine], as
     assert (found.served.prompts, found.served.gamma, found.served.rule, found.replay) == (6, GAMMA, "unknown", None)
     assert found.served.tau == pytest.approx((found.served.tokens - 6) / engine.text.made_blocks(False))
     assert (found.greedy.equal, found.greedy.prompts) == (6, 6)
-    assert found.text_law is not None
-    assert found.text_law.same
+    assert found.text_fit is not None
+    assert found.text_fit.same
     assert found.survival_ci is not None
     for own, (low, high) in zip(found.survival["served"], found.survival_ci, strict=True):
         assert 0 <= low <= own <= high <= 1

@@ -30,7 +30,7 @@ from distill.run.readback_record import ReadbackRecord, load_readback
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
-from speculative.explain.text_law import TextLaw
+from speculative.explain.text_fit import TextFit
 from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefill, predicted_shares, served_shares
 from speculative.measure.measured import TARGET
 from speculative.measure.replay import expected_blocks_of
@@ -61,10 +61,10 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., FakeEngine]
         assert found.survival["served"] == pytest.approx(found.survival["replay"], abs=1e-12)
         assert found.served.accepted_per_drafted == pytest.approx(found.replay.accepted_per_drafted, abs=1e-12)
     if rule == "greedy":
-        assert found.text_law is None
+        assert found.text_fit is None
     else:
-        assert found.text_law is not None
-        assert found.text_law.same
+        assert found.text_fit is not None
+        assert found.text_fit.same
     assert load_readback(run) == found
 
 
@@ -148,18 +148,18 @@ def test_text_that_is_not_the_targets_is_caught_though_acceptance_is_as_replay_s
 ) -> None:
     found = read(make(noise=True), run)
     assert not found.agrees
-    assert found.text_law is not None
-    assert not found.text_law.same
+    assert found.text_fit is not None
+    assert not found.text_fit.same
     assert "text" in starts(found)
     assert found.greedy.same, "greedy text is right"
 
 
 def test_a_token_that_neither_model_can_say_is_no_kept_draft() -> None:
     """An engine whose temperatures are uninitialised memory says them all the time."""
-    law = TextLaw(0.0, -9.0, -1.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
+    fit = TextFit(0.0, -9.0, -1.0, 3, 1, [np.array([-1.0, -1.0, -np.inf])])
     answers = [Answer("", [5, 6, 7], "", False, 1.0, None, 3, {})]
     asked = Replies(DecodeSettings(), [HeldoutResponse("", "", [1], [5], [0.0])], answers)
-    (text,) = served_texts(asked, law) or []
+    (text,) = served_texts(asked, fit) or []
     logs = np.array([-1.0, -np.inf])
     score = TokenScores(logs, np.array(text.log_target_probs), np.zeros(2, bool), np.zeros(2, int))
     assert score.accept_probs(Rule.named("sample")).tolist() == [1.0, 0.0]
@@ -213,7 +213,7 @@ def test_a_server_without_a_draft_or_without_ids(
     with pytest.raises(UserError, match="reports no draft counts"):
         read(make(draft=None), run)
     found = read(make(ids=False, tokenizer=heldout.target.tokenizer), run)
-    assert found.text_law is None
+    assert found.text_fit is None
     assert found.replay == found.expected
     assert found.greedy.same
     assert abs(found.z) < 4

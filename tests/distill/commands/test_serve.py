@@ -225,7 +225,7 @@ def test_llama_cpp_gets_room_for_all_requests_and_only_the_draft_proposes(
     monkeypatch.setattr(module, "engine_words", words)
     lookup = Measured("draft + lookup", "greedy", gamma=4, then_gamma=2)
     _, facts = read_export(options.run)
-    monkeypatch.setattr(module, "read_export", lambda path: (path, replace(facts, together=lookup)))
+    monkeypatch.setattr(module, "read_export", lambda path: (path, replace(facts, lookup_draft=lookup)))
     for alone in (False, True):
         with (
             pytest.raises(UserError, match="seen"),
@@ -234,7 +234,7 @@ def test_llama_cpp_gets_room_for_all_requests_and_only_the_draft_proposes(
             pass
     for seen, told in found:
         assert seen.words == ["--parallel", "16", "-c", "1600", "-t", "1"]
-        assert (told.gamma, told.together) == (3, None)
+        assert (told.gamma, told.lookup_draft) == (3, None)
 
 
 EVIL = "3 --trust-remote-code --middleware evil.mod"

@@ -27,11 +27,11 @@ from rich.console import Console
 from scipy import stats
 
 from distill import train
-from distill.commands.sweep.frontier import Point, marked, recommended
+from distill.commands.sweep.frontier import SizeAndSpeed, marked, recommended
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import Trial, finished, plan
 from distill.commands.sweep.sweep import run_sweep, share_stores
-from distill.commands.sweep.table import Row, summarise, sweep_table, t_interval
+from distill.commands.sweep.table import Combination, summarise, sweep_table, t_interval
 from distill.commands.training_process import error_line
 from distill.config.load import dump_config, load_config
 from distill.faults import Interrupted
@@ -116,7 +116,7 @@ def lab(tmp_path: Path, **sections: Any) -> tuple[Path, str]:
     return path, shlex.join([sys.executable, "-S", "-E", str(tmp_path / "trainer.py")])
 
 
-def run(path: Path, launcher: str = "", dry_run: bool = False) -> tuple[list[Row], str]:
+def run(path: Path, launcher: str = "", dry_run: bool = False) -> tuple[list[Combination], str]:
     """(the rows, what was printed)."""
     file = io.StringIO()
     rows = run_sweep(SweepOptions(path, launcher, dry_run), Console(file=file, width=200))
@@ -363,7 +363,7 @@ def test_the_interval_over_seeds_is_students(values: list[float]) -> None:
     assert t_interval(values[:1]) is None
 
 
-def rows_from(tmp_path: Path, taus: dict[str, list[float]]) -> tuple[Any, list[Row]]:
+def rows_from(tmp_path: Path, taus: dict[str, list[float]]) -> tuple[Any, list[Combination]]:
     seeds = list(range(max(map(len, taus.values()))))
     path, _ = lab(tmp_path, grid={"loss.name": list(taus), "seed": seeds})
     sweep, trials = plan(path)
@@ -409,7 +409,7 @@ def test_a_sweep_ends_in_a_frontier_of_size_and_speed(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12))
 def test_the_frontier_is_what_no_other_point_beats(pairs: list[tuple[int, int]]) -> None:
-    points = [Point({}, None, None, None, {1: (float(speed), None)}, size, 0.0, None) for size, speed in pairs]
+    points = [SizeAndSpeed({}, None, None, None, {1: (float(speed), None)}, size, 0.0, None) for size, speed in pairs]
     found = [one for one in marked(points) if one.frontier]
     for point in points:
         assert any(one.bytes <= point.bytes and one.speed_up >= point.speed_up for one in found)
@@ -419,8 +419,8 @@ def test_the_frontier_is_what_no_other_point_beats(pairs: list[tuple[int, int]])
 
 
 def test_the_recommended_draft_is_the_smallest_that_may_be_the_fastest() -> None:
-    def point(size: int, speed: float, half: float) -> Point:
-        return Point({"k": size}, None, None, None, {1: (speed, (speed - half, speed + half))}, size, 0.0, None)
+    def point(size: int, speed: float, half: float) -> SizeAndSpeed:
+        return SizeAndSpeed({"k": size}, None, None, None, {1: (speed, (speed - half, speed + half))}, size, 0.0, None)
 
     points = marked([point(1, 1.0, 0.1), point(2, 1.4, 0.15), point(4, 1.6, 0.1)])
     found = recommended(points)

@@ -101,11 +101,11 @@ def test_sglang_command(quantised):
 LOOKUP_ALONE = Measured(
     LOOKUP, "sample", gamma=9, tau=1.5, tokens_per_second=140.0, speed_up=1.38, speed_up_ci=(1.3, 1.47), ngrams=(4, 2)
 )
-BOTH = replace(LOOKUP_ALONE, way=LOOKUP_DRAFT, gamma=10, then_gamma=3, ngrams=(5, 3), speed_up=1.7)
+LOOKUP_AND_DRAFT = replace(LOOKUP_ALONE, way=LOOKUP_DRAFT, gamma=10, then_gamma=3, ngrams=(5, 3), speed_up=1.7)
 
 
 def test_llama_cpp_chains_lookup_and_the_draft_where_that_was_measured_to_be_best():
-    found = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))
+    found = check("llama.cpp", replace(GOOD, lookup=LOOKUP_ALONE, lookup_draft=LOOKUP_AND_DRAFT))
     _, given = options(calls_of(found.command))
     assert given["--spec-type"] == "ngram-simple,draft-simple"
     assert (given["--spec-draft-n-max"], given["--spec-ngram-simple-size-n"], given["--spec-ngram-simple-size-m"]) == (
@@ -138,12 +138,12 @@ def test_lookup_without_a_draft_is_reported_at_the_timed_setting():
     assert json.loads(given["--override-generation-config"]) == {"temperature": 0.8, "top_p": 0.95}
     assert "prompt_lookup_num_tokens=9, max_matching_ngram_size=4" in line
     assert "lookup+draft" not in line
-    assert "lookup+draft" in others(replace(GOOD, lookup=LOOKUP_ALONE, together=BOTH))[-1]
+    assert "lookup+draft" in others(replace(GOOD, lookup=LOOKUP_ALONE, lookup_draft=LOOKUP_AND_DRAFT))[-1]
     assert not any("Prompt lookup" in other for other in others(GOOD))
 
 
 @pytest.mark.parametrize(
-    ("run", "drafting", "behind", "both"),
+    ("run", "drafting", "then_way", "usable"),
     [
         (LOOKUP_DRAFT, "autoregressive", JUDGED, True),
         (LOOKUP_DRAFT, "autoregressive", "draft in int8", True),
@@ -153,15 +153,15 @@ def test_lookup_without_a_draft_is_reported_at_the_timed_setting():
         (LOOKUP_DRAFT, "parallel", BY_TOKEN, True),
     ],
 )
-def test_what_a_verdict_says_of_lookup(run, drafting, behind, both):
-    """llama.cpp drafts token by token: a block drafted in one pass behind the lookup is nothing for it."""
-    together = replace(BOTH, behind=behind)
+def test_what_a_verdict_says_of_lookup(run, drafting, then_way, usable):
+    """llama.cpp drafts token by token: a block drafted in one pass after the lookup is nothing for it."""
+    lookup_draft = replace(LOOKUP_AND_DRAFT, then_way=then_way)
     drafts = [DraftOf(way=JUDGED, drafting=drafting)]
-    verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, together], drafts=drafts, run={"1": run})
-    assert _lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "together": together if both else None}
+    verdict = Verdict.model_construct(measured=[LOOKUP_ALONE, lookup_draft], drafts=drafts, run={"1": run})
+    assert _lookups_of(verdict) == {"lookup": LOOKUP_ALONE, "lookup_draft": lookup_draft if usable else None}
     assert _lookups_of(None) == {}
     nothing = Verdict.model_construct(measured=[], drafts=[], run={})
-    assert _lookups_of(nothing) == {"lookup": None, "together": None}
+    assert _lookups_of(nothing) == {"lookup": None, "lookup_draft": None}
 
 
 def test_llama_cpp_commands():

@@ -441,7 +441,7 @@ def test_what_was_measured_of_lookup_is_what_the_commands_start(tmp_path, studen
     rows = [
         timed(DRAFT, 3),
         timed(LOOKUP, 7, ngrams=(4, 2)),
-        timed(LOOKUP_DRAFT, 7, ngrams=(4, 2), then_gamma=3, behind=DRAFT),
+        timed(LOOKUP_DRAFT, 7, ngrams=(4, 2), then_gamma=3, then_way=DRAFT),
     ]
     pages = {}
     for run in (LOOKUP_DRAFT, DRAFT):

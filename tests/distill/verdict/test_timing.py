@@ -121,9 +121,11 @@ def test_the_lookup_is_followed_by_the_draft_that_needs_the_fewest_steps(pair):
     (best,), scores = scored.drafts, scored.scores[Rule.named("greedy")][BEST]
     dear = replace(COSTS, draft_seconds={gamma: 3 * seconds for gamma, seconds in COSTS.draft_seconds.items()})
     both = {setup.rule: {BEST: scores, "lighter": scores}}
-    for costs, behind in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
+    for costs, then_way in (({"lighter": COSTS, BEST: dear}, "lighter"), ({"lighter": dear, BEST: COSTS}, BEST)):
         lined = ScoredDrafts(drafts=(best,), others=(replace(best, name="lighter"),), scores=both, costs=costs)
-        assert {one.name: one.behind for one in ways_of(setup, TARGET, lined) if one.behind} == {LOOKUP_DRAFT: behind}
+        assert {one.name: one.then_way for one in ways_of(setup, TARGET, lined) if one.then_way} == {
+            LOOKUP_DRAFT: then_way
+        }
 
 
 def test_enough_prompts_are_not_cross_fitted(pair, monkeypatch):

@@ -34,7 +34,7 @@ LIVE = ["token-tree", "early-exit", "lookahead"]
 
 @pytest.fixture(scope="module")
 def judged(tiny_config: Path):
-    """(target, scored, evidence with judge.load 1 and 3 and every way that replay has no law for)."""
+    """(target, scored, evidence with judge.load 1 and 3 and every way that replay cannot predict)."""
     limits = "judge.latency_ms={first_token: 100000, per_token: 50000}"
     config = load_config(
         tiny_config,

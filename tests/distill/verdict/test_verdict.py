@@ -90,7 +90,7 @@ def timing_of(setup, ratios, concurrency=1):
             GAMMA,
             Predicted(blocks_N),
             ngrams=(3, 2) if name in (LOOKUP, LOOKUP_DRAFT) else None,
-            behind=DRAFT,
+            then_way=DRAFT,
         )
         for name in samples
         if name != TARGET
@@ -320,24 +320,24 @@ def jittered(ratios, factor):
 
 
 @pytest.mark.parametrize(
-    ("gain", "lookup", "together", "outcome", "run", "headline"),
+    ("gain", "lookup", "lookup_draft", "outcome", "run", "headline"),
     [
         (0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup: 2.17x ["),
         (0.0, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
         (-0.1, 1.5, 1.2, "baseline_better", LOOKUP, "Run prompt lookup"),
-        (0.1, 0.8, 1.2, "best_together", LOOKUP_DRAFT, "Run lookup + draft: 1.73x ["),
-        (0.1, 1.3, 1.6, "best_together", LOOKUP_DRAFT, "Run lookup + draft"),
+        (0.1, 0.8, 1.2, "best_with_lookup", LOOKUP_DRAFT, "Run lookup + draft: 1.73x ["),
+        (0.1, 1.3, 1.6, "best_with_lookup", LOOKUP_DRAFT, "Run lookup + draft"),
         (0.1, 0.8, 1.01, "pays_off", DRAFT, "Run the draft: 1.44x ["),
         (0.1, 0.8, 0.9, "pays_off", DRAFT, "Run the draft"),
         (0.0, 0.8, 1.2, "no_measurable_gain", LOOKUP_DRAFT, "Run lookup + draft"),
     ],
 )
-def test_what_needs_no_training_has_its_say(gain, lookup, together, outcome, run, headline):
+def test_what_needs_no_training_has_its_say(gain, lookup, lookup_draft, outcome, run, headline):
     free = {
         UNDISTILLED: jittered(FAST, 0.6),
         LOOKUP: jittered(FAST, lookup),
         PAST: jittered(FAST, 0.5),
-        LOOKUP_DRAFT: jittered(FAST, together),
+        LOOKUP_DRAFT: jittered(FAST, lookup_draft),
     }
     found = verdict(evidence_of(gain, FAST, free=free))
     assert (found.outcome, found.to_run()) == (outcome, run)
@@ -362,10 +362,10 @@ def test_a_lookup_as_fast_as_the_draft_is_reported():
 
 @pytest.mark.parametrize("looks", [1, 5, 50, 5000])
 @pytest.mark.parametrize("factor", [0.7, 0.95, 1.0, 1.05, 1.2])
-@pytest.mark.parametrize("together", [0.9, 1.04, 1.3])
-def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, factor, together):
+@pytest.mark.parametrize("lookup_draft", [0.9, 1.04, 1.3])
+def test_nothing_is_run_whose_corrected_interval_does_not_lie_above_one(looks, factor, lookup_draft):
     ratios = jittered(EVEN, factor)
-    free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), LOOKUP_DRAFT: jittered(EVEN, together)}
+    free = {UNDISTILLED: jittered(EVEN, 0.9), LOOKUP: jittered(EVEN, 0.98), LOOKUP_DRAFT: jittered(EVEN, lookup_draft)}
     found = verdict(evidence_of(0.1, ratios, free=free, looks=looks, load={DRAFT: FAST, LOOKUP: ratios}))
     assert set(found.run) == {"1", "8"}
     assert found.concurrencies == [1, 8]
@@ -383,7 +383,7 @@ def check_agrees(found):
     assert found.pays or run != DRAFT
     assert found.outcome != "pays_off" or found.pays
     assert found.outcome != "no_speed" or not found.pays
-    assert found.outcome != "best_together" or run == LOOKUP_DRAFT
+    assert found.outcome != "best_with_lookup" or run == LOOKUP_DRAFT
     assert found.outcome != "baseline_better" or run in (LOOKUP, PAST)
     row = found.row(run)
     said = "" if run == TARGET else f" {row.speed_up:.2f}x [{row.speed_up_ci[0]:.2f}, {row.speed_up_ci[1]:.2f}]"
@@ -395,14 +395,14 @@ def check_agrees(found):
     looks=st.integers(1, 2000),
     draft=st.lists(st.floats(0.7, 1.6), min_size=6, max_size=12),
     lookup=st.floats(0.7, 1.4),
-    together=st.floats(0.7, 1.4),
+    lookup_draft=st.floats(0.7, 1.4),
     gain=st.sampled_from([-0.1, 0.0, 0.1]),
 )
-def test_a_verdict_never_contradicts_itself(looks, draft, lookup, together, gain):
+def test_a_verdict_never_contradicts_itself(looks, draft, lookup, lookup_draft, gain):
     free = {
         UNDISTILLED: jittered(draft, 0.9),
         LOOKUP: jittered(draft[::-1], lookup),
-        LOOKUP_DRAFT: jittered(draft, together),
+        LOOKUP_DRAFT: jittered(draft, lookup_draft),
     }
     check_agrees(verdict(evidence_of(gain, draft, free=free, looks=looks)))
 
@@ -416,7 +416,7 @@ THIN = [0.78 * ratio for ratio in FAST]
     ("ratios", "free", "once", "outcome_once", "often", "outcome_often"),
     [
         (THIN, {}, DRAFT, "pays_off", TARGET, "no_speed"),
-        (SLOW, {LOOKUP_DRAFT: THIN}, LOOKUP_DRAFT, "best_together", TARGET, "no_speed"),
+        (SLOW, {LOOKUP_DRAFT: THIN}, LOOKUP_DRAFT, "best_with_lookup", TARGET, "no_speed"),
         (
             FAST,
             {LOOKUP: [a * b for a, b in zip(THIN, FAST, strict=True)]},
@@ -448,7 +448,7 @@ def test_what_only_the_uncorrected_interval_shows_is_claimed_nowhere(
         view = View(result)
         warning = " ".join(say("before_serving", view.verdict, view.draft.step))
         assert ("is faster and needs no training" in warning) == (outcome == "baseline_better")
-        assert ("prompt lookup before it" in warning) == (outcome == "best_together")
+        assert ("prompt lookup before it" in warning) == (outcome == "best_with_lookup")
         assert ("not certainly faster than the target alone" in warning) == (not found.pays)
         page = html.unescape(render_page(result))
         assert found.headline in page

@@ -2,7 +2,7 @@
 
 Its `_expand_kernel_impl` gives each drafted token the temperature, top-k and top-p of its request. It hands the C++ kernel an int64
 copy of the output and never copies that back, so what the sampler divides by is uninitialised memory.
-tests/engines/test_vllm.py reads the sampled rows' tau and the text's law back: a build that needs no mend passes without this.
+tests/engines/test_vllm.py reads the sampled rows' tau and the fit of the text back: a build that needs no mend passes without this.
 """
 
 import torch

@@ -16,7 +16,7 @@ from tiny_models import perturbed, prompts_of, texts, tiny_model
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.drafter import ModelDrafter
-from speculative.explain.text_law import text_law
+from speculative.explain.text_fit import text_fit
 from speculative.measure.replay import expected_blocks, texts_kept, texts_of
 from speculative.measure.token_scores import TokenScores
 from speculative.rules import verify as verify_module
@@ -139,7 +139,7 @@ def test_the_test_of_the_text_detects_lenience():
     for size, same in ((1.0, True), (8.0, False)):
         lenient = replace(settings, rule=SAMPLE.lenient(size))
         responses, _ = decode(TARGET, ModelDrafter(perturbed(TARGET, 0.1)), prompts, lenient)
-        assert text_law(TARGET, responses, settings.sampling).same is same
+        assert text_fit(TARGET, responses, settings.sampling).same is same
 
 
 def test_at_temperature_0_a_token_is_kept_if_its_bound_is_above_the_largest_probability():

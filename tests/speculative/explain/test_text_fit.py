@@ -1,4 +1,4 @@
-"""The law of a served text: both tests against slow twins, on text that is the target's and on text that is not."""
+"""The fit of a served text: its tests against slow twins, on text that is the target's and on text that is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.explain.text_law import text_law
+from speculative.explain.text_fit import text_fit
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 SETTINGS = SamplingSettings(0.8, 0, 0.95, 0.0)
@@ -32,7 +32,7 @@ def texts_at(target: Any, sampling: SamplingSettings, count: int = 24, seed: int
 
 def test_expected_log_probabilities_are_minus_the_entropies(target: Any) -> None:
     texts = texts_at(target, SETTINGS, 3)
-    found = text_law(target, texts, SETTINGS)
+    found = text_fit(target, texts, SETTINGS)
     said, expected = [], []
     for text in texts:
         ids = [*text.prompt_ids, *text.response_ids]
@@ -50,7 +50,7 @@ def test_expected_log_probabilities_are_minus_the_entropies(target: Any) -> None
 
 def test_the_targets_own_text_passes_at_about_its_level(target: Any) -> None:
     texts = texts_at(target, SETTINGS, 480)
-    values = [text_law(target, texts[start : start + 24], SETTINGS).p for start in range(0, 480, 24)]
+    values = [text_fit(target, texts[start : start + 24], SETTINGS).p for start in range(0, 480, 24)]
     assert min(values) > 1e-3
     # Two tests share each p, corrected: none is too often small.
     assert sum(value < 0.2 for value in values) <= 9
@@ -61,19 +61,19 @@ def test_the_targets_own_text_passes_at_about_its_level(target: Any) -> None:
 )
 def test_other_settings_are_distinguished_and_found(target: Any, sampling: SamplingSettings) -> None:
     texts = texts_at(target, sampling)
-    found = text_law(target, texts, SETTINGS)
+    found = text_fit(target, texts, SETTINGS)
     assert not found.same
-    assert sampling.greedy or text_law(target, texts, sampling).same
+    assert sampling.greedy or text_fit(target, texts, sampling).same
 
 
 def test_tokens_that_the_target_cannot_say_are_counted_and_few_of_them_forgiven(target: Any) -> None:
     texts = texts_at(target, SETTINGS, 40)
     cut = replace(SETTINGS, top_k=20)
-    found = text_law(target, texts, cut)
+    found = text_fit(target, texts, cut)
     assert found.impossible > 0
     rng = np.random.default_rng(0)
     garbage = [
         Response(text.key, text.prompt_ids, response_ids=rng.integers(0, 60, len(text.response_ids)).tolist())
         for text in texts
     ]
-    assert text_law(target, garbage, SETTINGS).p < 1e-9
+    assert text_fit(target, garbage, SETTINGS).p < 1e-9

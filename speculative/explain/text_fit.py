@@ -52,7 +52,7 @@ def uniformity(likelier_N: np.ndarray, mass_N: np.ndarray, seed: int = 0) -> flo
 
 
 @dataclass(frozen=True)
-class TextLaw:
+class TextFit:
     """p: of the three tests, Bonferroni. log_prob, expected: nats a token. impossible: tokens outside the target's distribution.
 
     log_target_probs: of each token of each text.
@@ -71,7 +71,7 @@ class TextLaw:
         return self.p >= LEVEL
 
 
-def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> TextLaw:
+def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> TextFit:
     """All tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
     assert not settings.greedy, "nothing is sampled at temperature 0"
 
@@ -82,8 +82,8 @@ def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         mean_R = weighted_RV.sum(-1)
         square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
         log_prob_R = logs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1)
-        law = (log_prob_R, mean_R, square_R - mean_R**2)
-        return torch.stack([*_masses(probs_RV, token_ids_R), *law], 1)
+        moments = (log_prob_R, mean_R, square_R - mean_R**2)
+        return torch.stack([*_masses(probs_RV, token_ids_R), *moments], 1)
 
     values = values_by_text(target, texts, columns, 7, "target")
     *places, log_prob_T, mean_T, variance_T = np.concatenate(values).T
@@ -92,7 +92,7 @@ def text_law(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
     spread = float(np.sqrt(np.maximum(variance_T, 0.0).sum()))
     z = float((said_T - mean_T).sum()) / max(spread, 1e-9)
     p_log_prob = float(2 * special.ndtr(-abs(z))) if spread > 1e-6 or abs(z) > 1 else 1.0
-    return TextLaw(
+    return TextFit(
         min(1.0, 3 * min(p_places, p_log_prob)),
         float(said_T.mean()),
         float(mean_T.mean()),
