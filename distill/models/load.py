@@ -30,7 +30,7 @@ from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
-from distill.models.files.gguf import GGUF
+from distill.models.files.gguf import GGUF, read_gguf, split_as_named
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
@@ -303,9 +303,12 @@ def load_tokenizer(
         is None
     ):
         return load_tokenizer(base.path, revision=base.revision, trust_remote_code=trust_remote_code)
-    return load_pretrained(
+    tokenizer = load_pretrained(
         "tokenizer", path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
+    if path.endswith(GGUF):
+        split_as_named(tokenizer, read_gguf(gguf_path("tokenizer", path))[0].get("tokenizer.ggml.pre"))
+    return tokenizer
 
 
 def saved_dtype(config: Any) -> torch.dtype:

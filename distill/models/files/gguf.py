@@ -9,12 +9,16 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tokenizers import pre_tokenizers
+
 from speculative.errors import UserError
 
 GGUF = ".gguf"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2, LLAMA3 = rf"{_CONTRACTIONS}\p{{N}}{_REST}", rf"{_CONTRACTIONS}\p{{N}}{{1,3}}{_REST}"
+# Names by which llama.cpp splits off each digit, and the rest as GPT-2. transformers (5.17) splits texts of these as GPT-2 alone.
+SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def pre_tokenizer_name(tokenizer: Any) -> str | None:
@@ -38,6 +42,14 @@ def pre_tokenizer_name(tokenizer: Any) -> str | None:
     # Only llama-bpe keeps a word that is itself a token, without merges.
     same_merges = bool(core.model.ignore_merges) == (name == "llama-bpe")
     return name if same_merges and core.normalizer is None else None
+
+
+def split_as_named(tokenizer: Any, name: str | None) -> None:
+    """Give a tokenizer that transformers made from a GGUF file the rules of the file's `tokenizer.ggml.pre`, in place."""
+    if name in SINGLE_DIGITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
 
 
 _NUMBERS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")  # struct codes by value type

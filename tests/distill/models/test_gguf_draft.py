@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
-from gguf_file import write_gguf
+from gguf_file import write_gguf, write_model
 from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import TOKENS, write_target
@@ -61,33 +60,11 @@ def test_the_rope_scaling_of_a_file_is_read_and_refused_where_it_would_be_lost(t
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
     own = tiny_model(num_hidden_layers=1, vocab_size=TOKENS, rope_parameters=rope, tie_word_embeddings=True)
-    config, rows = own.config, own.state_dict()
+    config = own.config
     plain = 500.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
-    path = tmp_path / "target.gguf"
-    file = gguf.GGUFWriter(path, "llama")
-    file.add_block_count(1)
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
-    file.add_key_length(config.head_dim)
-    file.add_rope_dimension_count(config.head_dim)
-    file.add_rope_freq_base(500.0)
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
-    file.add_vocab_size(TOKENS)
-    file.add_token_list([str(number) for number in range(TOKENS)])
-    file.add_tensor("rope_freqs.weight", (plain / own.model.rotary_emb.inv_freq).numpy())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-    for name, weight in rows.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # The format has the two halves of a head in turns.
-            weight = weight.view(-1, 2, config.head_dim // 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
-        if name != "lm_head.weight":
-            file.add_tensor(names.get_name(name, (".weight",)), weight.contiguous().numpy())
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    factors = {"rope_freqs.weight": (plain / own.model.rotary_emb.inv_freq).numpy()}
+    tokens = {"tokenizer.ggml.tokens": [str(number) for number in range(TOKENS)]}
+    path = write_model(tmp_path / "target.gguf", own, tokens, extra=factors)
     read = load_model("target", str(path))
     ids = torch.arange(1, 60)[None] % TOKENS
     torch.testing.assert_close(read(ids).logits, own(ids).logits, rtol=1e-5, atol=1e-5)
