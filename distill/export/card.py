@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 
 from distill.engines.protocol.facts import EngineFacts
 from distill.engines.protocol.verdict import environment, places
+from distill.models.files.gguf import GGUF
 from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
 from distill.run.verdict_record import Verdict
@@ -67,10 +68,11 @@ def serving_page(serving: dict[str, Any]) -> str:
 
 
 def _place(target: str) -> str:
-    """Return the target as a shell word; a directory gets a comment, since its path differs on each machine."""
+    """Return the target as a shell word; a directory or file gets a comment, since its path differs on each machine."""
     if target == EMBEDDED:
         return "\"$(python -c 'import distill.models as here; print(*here.__path__)')/embedded\""
-    return shlex.quote(target) + ("" if "/" in target else "  # change to the target's directory on this machine")
+    kind = "file" if target.endswith(GGUF) else "directory"
+    return shlex.quote(target) + ("" if "/" in target else f"  # change to the target's {kind} on this machine")
 
 
 def _front_matter(serving: dict[str, Any], facts: dict[str, Any], data: list[str]) -> str:

@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerationMixin
 from distill.engines.protocol.facts import EngineFacts
 from distill.engines.protocol.verdict import check
 from distill.export import export as export_module
-from distill.export.card import model_card
+from distill.export.card import model_card, serving_page
 from distill.export.export import export_draft
 from distill.export.facts import RunFacts, read_run
 from distill.models.load import base_of_adapter
@@ -233,6 +233,13 @@ def test_the_pages_name_what_counts(exported, target_dir):
     assert "tau 2.80" in page
     assert "tau 2.25" in page
     assert page.count("\n") < 140
+
+
+def test_a_target_that_is_a_file_is_called_a_file(exported):
+    """Of a GGUF file the export knows only the name, as of a directory."""
+    serving = json.loads((exported.path / "serving.json").read_text())
+    page = serving_page(serving | {"target": serving["target"] | {"name": "target-Q4_1.gguf"}})
+    assert "TARGET=target-Q4_1.gguf  # change to the target's file on this machine" in page
 
 
 def test_a_card_names_only_what_the_hub_has(tmp_path, monkeypatch, tiny_run):
