@@ -175,7 +175,7 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
 
 def _check_files(name: str, words: list[str], directory: Path, target: str) -> None:
     """Raise UserError if the engine would not serve the files of today right; print notes. A target on the hub is not downloaded."""
-    if Path(target).is_dir() and (directory / "config.json").is_file():
+    if Path(target).exists() and (directory / "config.json").is_file():
         parts = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", " ".join(words))
         parallel, trusted = int(parts[1]) if parts else 1, "--trust-remote-code" in words
         broken, notes = check_pair(target, str(directory), engines=[name], tensor_parallel=parallel, trusted=trusted)

@@ -106,7 +106,7 @@ class CheckPairOptions:
     Exit status: 0 nothing breaks serving, 1 something does, 2 a mistake in the command or its files.
     """
 
-    target: Annotated[str, argument("target: directory, hub id or `embedded`")]
+    target: Annotated[str, argument("target: directory, hub id, GGUF file or `embedded`")]
     draft: Annotated[str, argument("draft: exported or other model directory, or hub id")]
     gguf: Annotated[list[Path] | None, option("GGUF file of the target or the draft to check too; repeatable")] = None
     engine: Annotated[str, option("check for this engine only, e.g. vLLM or llama.cpp; default: all")] = ""

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gguf_file import write_gguf
+from gguf_file import tokenizer_metadata, write_gguf, write_model
 from safetensors.torch import load_file, save_file
 from test_export import make_tokenizer
 from tiny_models import tiny_model
+from tiny_training import tiny_tokenizer, write_target
 from transformers import Gemma3nTextConfig, LlamaConfig
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from distill import cli
 from distill.engines.protocol.facts import _shape
 from distill.export.pair import check_pair
 from distill.models.files.gguf import read_gguf
-from distill.models.load import load_model
+from distill.models.load import load_model, load_tokenizer
 from distill.models.target import load_target_side
 from distill.models.vocabulary import tokens_by_id
 from speculative.errors import UserError
@@ -295,6 +296,16 @@ def gguf(folder: Path, side: str, shapes=None, **changes):
         known["tokenizer.chat_template"] = tokenizer.chat_template
     known |= {key.replace("__", "."): value for key, value in changes.items()}
     return write_gguf(folder / "model.gguf", known, shapes or {"token_embd.weight": [32, len(tokens)]})
+
+
+def test_a_target_that_is_a_gguf_file_is_compared_too(tmp_path):
+    """Its tokenizer, end tokens and context are in the file. An export has the tokenizer that transformers reads from it."""
+    own = write_target(tmp_path / "draft", tie_word_embeddings=True)
+    file = write_model(tmp_path / "target.gguf", own, tokenizer_metadata(tiny_tokenizer()))
+    load_tokenizer(str(file)).save_pretrained(tmp_path / "draft")
+    assert [one.text for one in found(file, tmp_path / "draft", engines=["llama.cpp"]) if one.breaks] == []
+    other = write(tmp_path / "other")
+    assert any(one.breaks and "token id" in one.text for one in found(file, other, engines=["llama.cpp"]))
 
 
 def test_weights_may_be_a_gguf_elsewhere(tmp_path, target):
