@@ -453,16 +453,16 @@ def test_questions_of_benchmarks_are_prompts_and_their_categories_domains(tmp_pa
         ("a.json", b'[\n{"prompt": "a"},\n{"prompt": \n]', ":4: not valid JSON"),
         ("b.parquet", b"no parquet", ": cannot be read as parquet"),
         ("c.jsonl", b'{"prompt": "a", "prompt": "b"}\n', ":1: not valid JSON ('prompt' is specified twice)"),
-        ("d.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], ": damaged file"),
+        ("d.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9], ": damaged file"),
         ("e.txt", b"a\ncaf\xe9\n", ":2: not UTF-8"),
-        ("f.jsonl", gzip.compress(b'{"prompt": "a"}\n'), ": a compressed file; rename it to f.jsonl.gz"),
+        ("f.jsonl", gzip.compress(b'{"prompt": "a"}\n', mtime=0), ": a compressed file; rename it to f.jsonl.gz"),
         (
             "g.jsonl.xz",
             lzma.compress(b'{"prompt": "a"}\n'),
             ": xz files are not read; unpack it, or compress it as .gz",
         ),
         ("h.jsonl", b"PK\x03\x04", ": zip files are not read"),
-        ("i.tar.gz", gzip.compress(b"a"), ": tar files are not read"),
+        ("i.tar.gz", gzip.compress(b"a", mtime=0), ": tar files are not read"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path, name, content, complaint):
