@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import stat
 import sys
@@ -26,7 +27,6 @@ from refusals import refused
 from rich.console import Console
 from scipy import stats
 
-from distill import train
 from distill.commands.sweep.frontier import SizeAndSpeed, marked, recommended
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import Trial, finished, plan
@@ -453,9 +453,8 @@ def test_the_error_line_is_ours_where_there_is_one() -> None:
     assert error_line("working\n", -9) == "killed by signal 9 (working)"
 
 
-@pytest.mark.usefixtures("without_figures")
 def test_real_runs_share_the_targets_answers(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Path, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a project that has a `data` of its own: the process of a run imports nothing from the working directory."""
     (tmp_path / "data.py").write_text("raise SystemExit('the wrong data')", encoding="utf-8")
@@ -467,8 +466,8 @@ def test_real_runs_share_the_targets_answers(
     tree = {"base": str(tiny_config), "name": "real", "grid": grid, "overrides": overrides}
     path.write_text(json.dumps(tree))
     first = plan(path)[1][0].config
-    (tmp_path / "first.yaml").write_text(dump_config(first), encoding="utf-8")
-    assert train.main([str(tmp_path / "first.yaml")]) == 0
+    shutil.copytree(tiny_run, first.folder, symlinks=True)
+    (first.folder / "config.yaml").write_text(dump_config(first), encoding="utf-8")
     rows, said = run(path)
     assert "2 runs, 1 finished" in said
     assert "failed:" not in said

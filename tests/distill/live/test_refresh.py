@@ -140,10 +140,32 @@ def gain_by_hand(place: Path) -> float:
     return float(means[0] - means[1])
 
 
-def test_a_good_refresh_is_the_next_version(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
-    status, words = call(place)
+def test_a_good_refresh_killed_after_each_stage_is_the_next_version(
+    place: Path, responses: list[TrafficRecord], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store: Callable[..., None] = State.store
+    stages: list[str] = []
+
+    def store_and_die(self: State, folder: Path) -> None:
+        store(self, folder)
+        stages.append(self.stage)
+        if self.stage != "published":
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(State, "store", store_and_die)
+        for _ in range(20):
+            try:
+                status, words = call(place)
+                break
+            except Killed:
+                if len(stages) == 1:  # begun with another value of an option
+                    state = state_of(place)
+                    state["options"]["margin"] = 0.2
+                    (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state))
     state = state_of(place)
     assert (status, state["stage"]) == (0, "published"), words
+    assert [*dict.fromkeys(stages)] == ["deciding", "training", "judging", "publishing", "published"]
     assert {name: found["holds"] for name, found in state["reasons"].items()} == dict.fromkeys(
         ("alarm", "text", "headroom", "payback"), True
     )
@@ -162,6 +184,12 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     # Only a rollout or --approve moves `current`.
     assert (current_version(place / "drafts") or second).name == "v0001"
     assert "is waiting for its rollout" in call(place)[1]
+    # With --approve, the version is current as soon as it is published.
+    (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state | {"stage": "publishing"}))
+    assert call(place, drafts=place / "approved", approve="Ann")[0] == 0
+    approved = current_version(place / "approved")
+    assert approved is not None
+    assert (approved.name, approved.provenance["approved_by"]) == ("v0002", "Ann")
     assert len(trained) == 2
     # Old and new text was judged, and the training used the requested share of new prompts.
     gate = state["gate"]
@@ -182,6 +210,7 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     assert not (place / "runs" / "tiny-refresh-v0003").exists()
     # The second refresh starts from the first one's draft and treats its new data as old.
     write_log(place / "traffic", responses[:FIRST], [replace(one, draft_version="v0002") for one in responses[FIRST:]])
+    monkeypatch.setattr(refresh, "PROBE_STEPS", 1)
     assert call(place, force=True, overrides=[*QUICK, "train.steps=2"])[0] in (0, 1)
     state = state_of(place, "v0003")
     assert (state["parent"], state["home"]) == ("v0002", str(place / "runs" / "tiny-refresh-v0002"))
@@ -190,9 +219,10 @@ def test_a_good_refresh_is_the_next_version(place: Path, responses: list[Traffic
     assert {part["name"] for part in state["gate"]["old"]} == {"stdlib", "code"}
 
 
-def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str]) -> None:
-    bad = {"overrides": [*QUICK, "loss.name=ce", "optim.lr=0.05"], "force": True, "approve": "Ann", "share": 1.0}
-    status, words = call(place, **bad)
+def test_a_bad_refresh_is_stopped_at_the_gate(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "PROBE_STEPS", 1)
+    overrides = [*QUICK, "loss.name=ce", "optim.lr=0.1", "train.steps=6", "judge.every=6"]
+    status, words = call(place, overrides=overrides, force=True, approve="Ann", share=1.0)
     state = state_of(place)
     assert (status, state["stage"], state["gate"]["passed"]) == (1, "kept the old one", False), words
     assert "gate: keep the old draft" in words
@@ -229,34 +259,6 @@ def test_a_dry_run_changes_nothing(place: Path, trained: list[str]) -> None:
     assert seen() == before
 
 
-def test_killed_after_any_stage_it_continues(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Callable[..., None] = State.store
-    stages: list[str] = []
-
-    def store_and_die(self: State, folder: Path) -> None:
-        store(self, folder)
-        stages.append(self.stage)
-        if self.stage != "published":
-            raise Killed
-
-    monkeypatch.setattr(State, "store", store_and_die)
-    for _ in range(20):
-        try:
-            status, _ = call(place, approve="Ann")
-            break
-        except Killed:
-            if len(stages) == 1:  # begun with another value of an option
-                state = state_of(place)
-                state["options"]["margin"] = 0.2
-                (place / "runs" / "tiny-refresh-v0002" / "refresh.json").write_text(json.dumps(state))
-    assert (status, state_of(place)["stage"]) == (0, "published")
-    assert trained == ["probe", "tiny-refresh-v0002"]
-    assert [*dict.fromkeys(stages)] == ["deciding", "training", "judging", "publishing", "published"]
-    version = current_version(place / "drafts")
-    assert version is not None
-    assert (version.name, version.provenance["approved_by"]) == ("v0002", "Ann")
-
-
 def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[TrafficRecord], trained: list[str]) -> None:
     write_log(place / "traffic", [replace(one, accepted=12) for one in responses])
     status, words = call(place)
@@ -266,6 +268,7 @@ def test_without_an_alarm_nothing_is_trained(place: Path, responses: list[Traffi
 
 
 def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "PROBE_STEPS", 1)
     status, words = call(place, overrides=[*QUICK, "optim.lr=1e-12"])
     assert (status, trained, state_of(place)["stage"]) == (0, ["probe"], "not needed")
     assert "do not train (no headroom" in words

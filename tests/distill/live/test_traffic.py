@@ -61,9 +61,9 @@ def own_run(tmp_path: Path, tiny_run: Path) -> Path:
 
 
 def test_a_run_trains_from_an_export_without_decoding_its_responses_again(
-    tmp_path: Path, own_run: Path, tiny_config: Path, without_verdict: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_run: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distill import train
+    from distill import respond as respond_command
     from distill.run import responses
 
     records = traffic_of(own_run)
@@ -94,9 +94,8 @@ def test_a_run_trains_from_an_export_without_decoding_its_responses_again(
 
     monkeypatch.setattr(responses, "respond", answer)
     sources = [f"{[{'path': str(folder / name)} for folder in (own_run, tmp_path / 'may')]}" for name in PROMPT_FILES]
-    words = [f"data.train={sources[0]}", f"data.heldout={sources[1]}"]
-    words += ["train.steps=2", "judge.every=2", "judge.live=never"]
-    assert train.main([str(tiny_config), f"output={tmp_path}", "name=new", "judge.prompts=100", *words]) == 0
+    words = [f"data.train={sources[0]}", f"data.heldout={sources[1]}", "judge.prompts=100"]
+    respond_command.run(tiny_config, [f"output={tmp_path}", "name=new", *words])
     assert asked == ["heldout", "heldout-greedy"], "not the training prompts"
     assert len(Store(new / RESPONSES).rows()) == 56 + len(StoredPrompts(own_run / PROMPT_FILES[0]))
     answered = {row.prompt_id for row in Store(new / "responses/heldout").rows()}

@@ -9,6 +9,7 @@ import pytest
 from refusals import refused
 from tiny_models import tiny_model
 from tiny_training import small_config, tiny_tokenizer, write_target
+from transformers import AutoModelForCausalLM
 
 from distill import respond, train
 from distill.config.layout import FILES
@@ -19,6 +20,7 @@ from distill.models.student import from_architecture
 from distill.models.target import load_target_side
 from distill.run import session
 from distill.run.session import open_pair
+from distill.run.verdict_record import load_verdict
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.rules.rule import Rule
@@ -81,25 +83,37 @@ def test_a_token_without_a_row_is_found_in_its_row_before_the_first_answer(
     assert not (tmp_path / "small" / "responses" / "train").exists()
 
 
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
 @pytest.mark.usefixtures("without_figures")
-def test_a_pad_token_without_a_row_trains_and_is_reported_first(
+def test_a_run_with_a_pad_token_without_a_row_a_small_student_and_mixed_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = with_tokens_without_rows(tmp_path)
-    steps = ["data.bad_rows=drop", "train.steps=1", "judge.every=1", "judge.prompts=4", "judge.live=never"]
-    assert train.main([str(config), *steps]) == 0
+    words = ["data.bad_rows=drop", "train.steps=4", "judge.every=4", "judge.prompts=4", "judge.live=never"]
+    words += ["data.mix={target: 0.5, student: 0.25, speculative: 0.25}", "data.rollouts={every: 2, prompts: 4}"]
+    words += ["student.init=config", f"student.architecture={SMALL}", "student.gradient_checkpointing=true"]
+    assert train.main([str(config), *words, "optim.name=muon"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"'[PAD]' (id {ROWS})" in next(line for line in lines if line.startswith("warning: the target has"))
+    run = tmp_path / "small"
+    assert {path.name.split("-")[0] for path in (run / "rollouts").iterdir()} == {"student", "speculative"}
+    verdict = load_verdict(run)
+    assert [record.step for record in verdict.checkpoints] == [0, 4]
+    before, after = (record.alpha for record in verdict.checkpoints)
+    assert 0 < before != after > 0, "four steps changed the draft"
+    student = AutoModelForCausalLM.from_pretrained(run / "best" / "student")
     # Whatever is built for this target: no id without a row, which an embedding cannot pad with.
     tokenizer = load_tokenizer(str(tmp_path / "target"))
-    small = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    assert from_architecture(small, tokenizer, ROWS, 0).config.pad_token_id is None
+    for built in (student, from_architecture(SMALL, tokenizer, ROWS, 0)):
+        assert (built.config.num_hidden_layers, built.config.pad_token_id) == (1, None)
     student, side = tiny_model(vocab_size=ROWS), load_target_side(str(tmp_path / "target"))
     side.config.pad_token_id = side.generation_config.pad_token_id = None
     take_over_ids(student, side, 3, None)

@@ -7,19 +7,28 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from failures import full_disk
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from data.responses.store import Store
 from distill import train
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions
+from distill.config.layout import step_folder
+from distill.config.load import load_config
+from distill.models.draft import load_draft
 from distill.models.load import load_model
+from distill.models.target import Target
 from distill.run.result import load_result
 from distill.verdict import conclusion
 from distill.verdict.evidence import with_speeds
 from distill.verdict.token_view import spread_over, writers
 from distill.verdict.verdict import with_gains
 from speculative.decoder.responses import Response
+from speculative.errors import UserError
 from speculative.evaluate import Judgement, PerResponse
 from speculative.measure.cost import StepCosts
 from speculative.measure.measured import DRAFT, HELD_OUT, LOOKUP, LOOKUP_DRAFT, PAST, SERVED, TARGET, UNDISTILLED
@@ -165,7 +174,9 @@ def test_shown_responses_take_the_domains_in_turn() -> None:
 
 @pytest.fixture(scope="module")
 def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rule block, two served drafts beside, one of them an adapter, a domain that was not trained on, and the dial read at every step."""
+    """An adapter under rule block, two served drafts beside, one of them an adapter, a domain that was not trained on, and the dial read at
+    every step.
+    """
     folder = tmp_path_factory.mktemp("other")
     old = folder / "old.jsonl"
     old.write_text("".join(json.dumps({"prompt": f"What is {i} + {i}?"}) + "\n" for i in range(6)), encoding="utf-8")
@@ -175,6 +186,8 @@ def other_run(tiny_config: Path, tiny_run: Path, tmp_path_factory: pytest.TempPa
         tree["data"]["heldout"][0] | {"limit": 6},
         {"path": str(old), "prompt_column": "prompt", "domain": "old"},
     ]
+    tree["student"] |= {"lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
+    tree["loss"] |= {"name": "lk_hybrid"}
     tree["train"] |= {"steps": 4}
     tree["judge"] |= {"rule": "block", "replay_every": 1, "served": [str(tiny_run), str(folder / "sql")], "live": "end"}
     base = load_model("base", str(tiny_run / "best" / "student"))
@@ -235,6 +248,20 @@ def test_the_dial_is_read_between_checkpoints(other_run: Path) -> None:
     first = next(line for line in lines if line["step"] == 0 and "judge/alpha" in line)
     assert all(0 < line["replay/alpha"] < 1 and line["replay/tau"] >= 1 for line in replays.values())
     assert replays[1]["replay/alpha"] != first["judge/alpha"]
+
+
+def test_the_adapter_of_a_run_is_exported_alone_or_merged(other_run: Path, tiny_config: Path, tmp_path: Path) -> None:
+    first, last = (step_folder(other_run, step) for step in (0, 4))
+    assert AutoModelForCausalLM.from_pretrained(other_run / "best" / "student").config.num_hidden_layers == 2
+    export_run(ExportOptions(last, tmp_path / "out", dtype="float32", adapter=True))
+    target = Target(load_config(tiny_config).target, torch.device("cpu"))
+    ids_BT, paths = torch.arange(20, 40)[None], (tmp_path / "out", tmp_path / "out" / "adapter", first)
+    with torch.no_grad():
+        merged, apart, untrained = (load_draft(str(path), target)(input_ids=ids_BT).logits for path in paths)
+    torch.testing.assert_close(apart, merged, rtol=1e-4, atol=1e-4)  # W + BA in another order
+    assert (merged - untrained).abs().max() > 1e-2
+    with pytest.raises(UserError, match="--adapter: it has no adapter"):
+        export_run(ExportOptions(first, tmp_path / "none", adapter=True))
 
 
 def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
