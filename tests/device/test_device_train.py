@@ -37,10 +37,8 @@ def run(folder: Path, *overrides: str) -> int:
 
 
 VARIANTS = {
-    "online": (),
     "bf16": ("train.mixed_precision=bf16", "student.gradient_checkpointing=true", "judge.live=checkpoint"),
-    "packed": ("train.packing=64", "loss.name=forward_kl"),
-    "capture": ("signal.source=capture",),
+    "packed and captured": ("train.packing=64", "loss.name=forward_kl", "signal.source=capture"),
     "rollouts": ("data.mix={target: 0.5, speculative: 0.5}", "data.rollouts.prompts=4", "optim.name=muon"),
 }
 
@@ -70,12 +68,18 @@ def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: py
     assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
 
 
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose run is started again and again: the target answers once."""
+    return tmp_path_factory.mktemp("answered")
+
+
 @pytest.mark.parametrize(("gib_each", "refused_from", "expected"), [(30, 99, 2), (1, 4, 2), (1, 99, 8), (90, 99, 1)])
 def test_the_micro_batch_is_the_largest_that_a_trial_step_fits(
     gib_each: int,
     refused_from: int,
     expected: int,
-    tmp_path: Path,
+    answered: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -93,7 +97,7 @@ def test_the_micro_batch_is_the_largest_that_a_trial_step_fits(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: sizes[-1] * gib_each * 2**30)
     monkeypatch.setattr(train, "judge_all", lambda loop, _: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
     monkeypatch.setattr(train, "conclude_run", lambda *_: None)
-    assert run(tmp_path, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
+    assert run(answered, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
     assert trained == [expected]
     printed = capsys.readouterr().out
     assert f"micro-batch: {expected} sequences" in printed
