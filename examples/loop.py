@@ -10,6 +10,7 @@ a student of one of its layers learns the target's next-token distributions, and
 Shapes: B sequences, T positions, R predicted tokens.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Annotated
@@ -44,8 +45,9 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, heldout: bool, count: int, lo
     """Heads of documented functions of Python's standard library; held-out ones come from other modules."""
     heads = [head for _, head in stdlib.function_head_rows(heldout)]
     chosen = np.random.default_rng(0).permutation(len(heads))
-    ids = [tokenizer(heads[number] + "\n")["input_ids"] for number in chosen]
-    return [(str(number), one) for number, one in enumerate(ids) if len(one) <= longest][:count]
+    ids = (tokenizer(heads[number] + "\n")["input_ids"] for number in chosen)
+    short = ((str(number), one) for number, one in enumerate(ids) if len(one) <= longest)
+    return list(itertools.islice(short, count))
 
 
 def responses_of(target: PreTrainedModel, prompts: list[Prompt], settings: DecodeSettings) -> list[Response]:
