@@ -181,58 +181,6 @@ void softmax(float *scores, long positions) {
     for (long p = 0; p < positions; p += W) store(scores + p, load(scores + p) * factor);
 }
 
-// out[m][d] = sum over p of weights[m][p] values[p][d], for V vectors of d, of which the last begins at `last`.
-template <long M, long V, class T>
-inline void weigh(const float *weights, long stride, long positions, const T *values, long width, long last, float *out) {
-    auto begin = [&](long v) { return v + 1 < V ? v * W : last; };
-    vec sums[M][V] = {};
-    for (long p = 0; p < positions; p++) {
-        vec own[V];
-#pragma GCC unroll 4
-        for (long v = 0; v < V; v++) own[v] = load(values + p * width + begin(v));
-#pragma GCC unroll 3
-        for (long m = 0; m < M; m++) {
-            vec weight = everywhere(weights[m * stride + p]);
-#pragma GCC unroll 4
-            for (long v = 0; v < V; v++) sums[m][v] = fused(weight, own[v], sums[m][v]);
-        }
-    }
-#pragma GCC unroll 3
-    for (long m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (long v = 0; v < V; v++) store(out + m * width + begin(v), sums[m][v]);
-}
-
-template <class T>
-void weighted_sums(const float *weights, long stride, long queries, long positions, const T *values, long width, float *out) {
-    for (long m = 0, height; m < queries; m += height) {
-        height = std::min<long>(3, queries - m);
-        const float *own = weights + m * stride;
-        float *to = out + m * width;
-        // A last vector that is not full overlaps the one before it.
-        for (long d = 0; d < width && width >= W; d += 4 * W) {
-            long all = std::min<long>(4, (width - d + W - 1) / W), begin = all > 1 ? d : std::min(d, width - W);
-            auto run = [&](auto vectors) {
-                constexpr long V = vectors.value;
-                long last = std::min((V - 1) * W, width - W - begin);
-                if (height == 3) weigh<3, V>(own, stride, positions, values + begin, width, last, to + begin);
-                if (height == 2) weigh<2, V>(own, stride, positions, values + begin, width, last, to + begin);
-                if (height == 1) weigh<1, V>(own, stride, positions, values + begin, width, last, to + begin);
-            };
-            if (all == 4) run(Parts<4>());
-            if (all == 3) run(Parts<3>());
-            if (all == 2) run(Parts<2>());
-            if (all == 1) run(Parts<1>());
-        }
-        for (long d = 0; d < width && width < W; d++)
-            for (long i = 0; i < height; i++) {
-                float total = 0.0f;
-                for (long p = 0; p < positions; p++) total = std::fma(own[i * stride + p], number(values[p * width + d]), total);
-                to[i * width + d] = total;
-            }
-    }
-}
-
 // Position of a token of a call in its text, and the positions it sees.
 struct Place {
     const Call &call;

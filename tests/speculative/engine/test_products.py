@@ -13,7 +13,7 @@ from speculative.engine.compiled import library
 from speculative.engine.compiled.model import address_of
 
 CODE = """
-#include "step.cpp"
+#include "product.h"
 extern "C" void product_of(const float *x, long tokens, const void *w, long kind, const float *bias, long depth, long outputs, long threads,
                            float *y) {
     Matrix matrix{w, nullptr, bias, kind, outputs};
@@ -30,7 +30,6 @@ BUILDS = {
     "g++ without AVX-512": ("g++", WITHOUT_512),
     "g++ without AVX": ("g++", WITHOUT_AVX),
     "clang++": ("clang++", []),
-    "clang++ without AVX-512": ("clang++", WITHOUT_512),
 }
 
 
