@@ -22,7 +22,7 @@ def opened(model, cache):
     return fused.FusedModel(weights, cache, fused.Scratch(model, weights, cache.place.capacity))
 
 
-def logits_are_the_models_own(kind, length=38, **sizes):
+def logits_are_the_models_own(kind, length=24, **sizes):
     """Of many tokens at once (torch's products), few, and one."""
     few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 20}
     model = tiny_model(kind, **{**few, **sizes})
@@ -63,7 +63,7 @@ def products_do_not_depend_on_their_division():
 def texts_are_those_of_eager_calls():
     target = tiny_model("qwen3", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=20)
     draft, prompts = perturbed(target), prompts_of([5, 1], vocab_size=20)
-    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=5)
+    settings = DecodeSettings(GREEDY, 2, Rule.named("greedy"), max_tokens=3)
     memory.make_runner = lambda kind: CpuGraphRunner()
     eager, _ = decode(target, ModelDrafter(draft), prompts, settings, batch_size=2, runner="eager")
     cached_model.fused_weights = fused.agreeing_weights
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     products.FEW_TOKENS = 8  # The interpreter takes milliseconds a program.
     with torch.no_grad():
         logits_are_the_models_own("qwen3", 70)  # Two programs of attention have positions.
-        logits_are_the_models_own("mistral", sliding_window=20, num_key_value_heads=2)
+        logits_are_the_models_own("mistral", sliding_window=12, num_key_value_heads=2)
         logits_are_the_models_own(
             "llama", num_attention_heads=3, hidden_size=24, head_dim=12, mlp_bias=True, attention_bias=True
         )
