@@ -41,6 +41,7 @@ from speculative.engine.models import (
 from speculative.engine.runners import UNRECORDED, resolve_runner
 from speculative.engine.survey import Turn, surveyed
 from speculative.errors import UserError
+from speculative.progress import Phase
 
 __all__ = ["STOP", "DecodeSettings", "Event", "check_prompts", "decode", "end_token_ids", "generate"]
 
@@ -117,16 +118,20 @@ def decode(
     settings: DecodeSettings,
     *,
     on_commit: CommitHook | None = None,
+    shown: Phase | None = None,
     **options: Unpack[Options],
 ) -> tuple[list[Response], Timing]:
     """Return all responses, in the order of the prompts, and the timing. `on_commit(index, token_ids)` is called with the tokens each
-    block adds to prompt number `index`.
+    block adds to prompt number `index`. `shown` counts tokens, and responses that ended.
     """
     timing = options["timing"] = options.get("timing") or Timing()
     responses: list[Response | None] = [None] * len(prompts)
     # Nobody reads the text as it commits: blocks need not be handed over one by one.
     for event in _Call(target, drafter, prompts, settings, options, runs_ahead=on_commit is None).events():
         responses[event.index] = event.response
+        if shown is not None:
+            shown.count(len(event.token_ids))
+            shown.advance(event.finish_reason is not None)
         if on_commit is not None and event.token_ids:
             on_commit(event.index, event.token_ids)
     return [response for response in responses if response is not None], timing

@@ -20,13 +20,14 @@ from data.responses.endpoint_keys import SERVER, Endpoint
 from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
-from data.responses.respond import ProgressBar, ResponsePlan, row_of
+from data.responses.respond import ResponsePlan, row_of
 from data.responses.server_identity import TEXTS, TOP, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
+from speculative.progress import phase
 from speculative.rules.sampling import SamplingSettings
 
 _WRITTEN_AT_ONCE = 64  # Examples in a file of top-k probabilities.
@@ -146,15 +147,15 @@ class EndpointTarget:
             return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
 
         label, done = f"{store.folder.name} responses", total - sum(wanted.values())
-        with ProgressBar(label, total, done, show and plan.rank == 0) as progress:
+        with phase(label, total, done, show and plan.rank == 0) as progress:
             for (shard, number), row in self.each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
                 progress.count(len(row.log_target_probs))
+                progress.advance()
                 answers[shard][number] = row
                 if len(answers[shard]) == wanted[shard]:
                     rows = answers.pop(shard)
                     ordered = [rows[number] for number in sorted(rows)]
                     store.write_shard(shard, ordered)
-                    progress.store(len(rows))
 
     def topk(
         self, store: SignalStore, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1, show: bool = True
@@ -175,7 +176,7 @@ class EndpointTarget:
         def work(index: int) -> TopKSignal:
             return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
 
-        with ProgressBar("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
+        with phase("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
             scored: dict[int, TopKSignal] = {}
             try:
                 for index, signal in self.each(work, missing):
@@ -184,7 +185,7 @@ class EndpointTarget:
                         store.write(scored)
                         scored = {}
                     progress.count(len(signal.log_tail_R))
-                    progress.store(1)
+                    progress.advance()
             finally:
                 if scored:
                     store.write(scored)

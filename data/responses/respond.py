@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from data.prompts.template import loss_mask
@@ -16,6 +14,7 @@ from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.drafters.drafter import Drafter
 from speculative.engine.memory import release
+from speculative.progress import phase
 
 
 class ResponsePlan:
@@ -76,16 +75,13 @@ def respond(
     """
     lacking, total = plan.share(store)
     done = total - sum(len(numbers) for _, numbers in lacking)
-    with ProgressBar(f"{store.folder.name} responses", total, done, show and plan.rank == 0) as bar:
+    with phase(f"{store.folder.name} responses", total, done, show and plan.rank == 0) as shown:
         for shard, numbers in lacking:
             jobs = [plan.job(number) for number in numbers]
             keyed = [(f"{prompt.prompt_id}:{sample}", prompt.prompt_ids) for prompt, sample in jobs]
-            responses, _ = decode(
-                target, drafter, keyed, settings, batch_size=batch_size, on_commit=lambda _, ids: bar.count(len(ids))
-            )
+            responses, _ = decode(target, drafter, keyed, settings, batch_size=batch_size, shown=shown)
             pairs = zip(jobs, responses, strict=True)
             store.write_shard(shard, [row_of(prompt, sample, response) for (prompt, sample), response in pairs])
-            bar.store(len(responses))
     release()  # Training may follow, and needs the memory.
 
 
@@ -110,34 +106,3 @@ def rejected_tokens(response: Response) -> list[bool]:
             rejected[start + accepted] = True
         start += accepted + 1
     return rejected
-
-
-class ProgressBar(Progress):
-    """A progress line: what is finished, tokens/s of this start or other facts, remaining time."""
-
-    def __init__(self, label: str, total: int, done: int, show: bool, stderr: bool = True) -> None:
-        """``stderr``: by default not on stdout, which may be JSON for a script."""
-        columns = (
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        super().__init__(
-            *columns, console=Console(stderr=stderr), disable=not show or done == total, refresh_per_second=2
-        )
-        self.task = self.add_task(label, total=total, completed=done, facts="")
-        self.counted = 0
-
-    def count(self, tokens: int) -> None:
-        """Count decoded tokens."""
-        self.counted += tokens
-        elapsed = self.tasks[0].elapsed or 0.0
-        self.update(self.task, facts=f"{self.counted / elapsed:,.0f} tok/s" if elapsed > 1.0 else "")
-
-    def store(self, responses: int) -> None:
-        """Count stored responses."""
-        self.advance(self.task, responses)

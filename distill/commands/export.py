@@ -19,6 +19,7 @@ from distill.export.hub.upload import check_repository, upload
 from distill.export.pair import check_pair
 from distill.run.session import open_pair
 from speculative.errors import UserError
+from speculative.progress import phase
 
 CHECKED_PROMPTS = 20  # held-out prompts that --check decodes
 
@@ -59,8 +60,8 @@ def export_run(options: ExportOptions) -> ExportReport:
         raise UserError(
             f"{adapter.parent}: --adapter: it has no adapter; export a checkpoint of a run with student.lora"
         )
-    report = export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
-    return report
+    with phase("exporting"):
+        return export_draft(facts, options.to, dtype=options.dtype, overwrite=options.overwrite, adapter=adapter)
 
 
 def check_export(options: ExportOptions, exported: Path) -> int:

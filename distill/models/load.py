@@ -7,7 +7,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file, find_adapter_config_file
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, set_tqdm_hook
 
 from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student
@@ -35,6 +36,7 @@ from distill.models.quantized import quantization_of, stored_parts, without_quan
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
 from speculative.errors import UserError
+from speculative.progress import each, phase
 
 EMBEDDED, ADAPTER_FILE = "embedded", "adapter_config.json"
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -44,6 +46,14 @@ MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
 # Keys of a config that change no logit: how it was written, and dtypes, which are recorded apart.
 INERT = ("transformers_version", "_name_or_path", "_commit_hash", "use_cache", "dtype", "torch_dtype")
 HASHED = 1 << 24  # values that are hashed at once, to bound memory
+
+
+def _as_phase(make: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """A loop of transformers over weights as a phase; its own bars are only for what it does not iterate over here."""
+    return each(args[0], str(options.get("desc") or "weights").rstrip(".").lower()) if args else make(*args, **options)
+
+
+set_tqdm_hook(_as_phase)
 # A string or a value that begins with a path may have blanks in it; inside a sentence a path ends at a blank.
 _FOLDERS = re.compile(
     r"""(?<=["=])~?(?:/(?:[^/'",;:=\\]|\\u)+)*/(?=[^\s/'",;:])|"""
@@ -204,7 +214,9 @@ def load_model(
     if device_map is not None:
         options["device_map"] = device_map
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
-    loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
+    # The hub draws a bar for each file on a terminal.
+    with phase(f"loading {path}", show=find_model(what, path) or not sys.stderr.isatty()):
+        loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
     refuse_incomplete(what, path, type(loaded).__name__, config, loading)
     refuse_two_heads(f"{what} {path!r}", loaded)
     model = text_only(loaded).eval()
@@ -351,7 +363,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     of the bits of all its values, which is exact in any order, and at most 4096 evenly spread values: fast for large models.
     """
     digest = hashlib.sha256()
-    for weight, kept in sorted(model.state_dict().items()):
+    for weight, kept in each(sorted(model.state_dict().items()), "hashing weights"):
         for name, tensor in stored_parts(weight, kept):
             flat = tensor.reshape(-1)
             step = max(1, flat.numel() // 4096)

@@ -25,6 +25,7 @@ from distill.config.layout import (
 from distill.run.run import Progress, Run
 from speculative.errors import UserError
 from speculative.evaluate import Judgement
+from speculative.progress import each, phase
 
 
 def last_resumable(run: Path) -> int | None:
@@ -47,10 +48,11 @@ def save_checkpoint(run: Run, students: dict[str, Any], tokenizer: Any, provenan
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         run.wait()
-        run.accelerator.save_state(str(temporary / STATE))
+        with phase(f"saving step {run.progress.step}"):
+            run.accelerator.save_state(str(temporary / STATE))
         run.wait()  # Every rank's RNG must be in the folder before it is renamed.
         if run.main:
-            for name, student in students.items():
+            for name, student in each(students.items(), f"saving step {run.progress.step}"):
                 student.save_pretrained(str(temporary / name))
                 tokenizer.save_pretrained(str(temporary / name))
             write_json(temporary / PROVENANCE, dict(provenance))

@@ -11,6 +11,7 @@ from distill.config.layout import CHECKPOINTS, FIRST_STUDENT, STUDENT_NOTES
 from distill.models.student import check_saved, make_student, with_adapters
 from distill.run.prompts import PromptSets
 from distill.run.responses import RunData
+from speculative.progress import phase
 
 # Number of responses used to choose channels.
 CALIBRATION_TEXTS = 32
@@ -68,7 +69,8 @@ def first_student(data: RunData, trial: bool = False) -> Any:
         return with_adapters(student, config.student.lora)
 
     notes = dict[str, Any]()
-    student = made(notes)
+    with phase("making the draft"):
+        student = made(notes)
     if run.main and notes and not trial and not path.exists():
         write_json(path, notes)
         run.say(f"student: {path} lists what was measured and chosen")

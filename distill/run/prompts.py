@@ -31,6 +31,7 @@ from distill.models.load import tokenizer_fingerprint
 from distill.run.run import Run
 from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
+from speculative.progress import each
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,9 @@ def load_heldout(
 
 def rows_of(sources: Sequence[PromptSource], bad_rows: list[UserError] | None = None) -> tuple[list[PromptRow], int]:
     """(prompts of the sources without repeats, number of repeats). With ``bad_rows``, errors of unusable rows are added to it."""
-    return deduplicate([row for source in sources for row in load_source(source, bad_rows=bad_rows)])
+    return deduplicate(
+        [row for source in each(sources, "reading prompts") for row in load_source(source, bad_rows=bad_rows)]
+    )
 
 
 def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens: int) -> Manifest:
@@ -206,9 +209,11 @@ def _make(
         heldout = _first_heldout(heldout_rows, render, wanted)
         whole, fingerprints = len(heldout) < wanted, [write_prompts(making / HELDOUT_FILE, heldout)]
         train_rows, overlapping = remove_overlap(train_rows, heldout_rows)
-        fingerprints.append(write_prompts(making / TRAIN_FILE, filter(None, map(render, train_rows))))
+        fingerprints.append(
+            write_prompts(making / TRAIN_FILE, filter(None, map(render, each(train_rows, "rendering prompts"))))
+        )
     else:
-        rendered = filter(None, map(render, train_rows, split_groups(train_rows)))
+        rendered = filter(None, map(render, each(train_rows, "rendering prompts"), split_groups(train_rows)))
         whole, fingerprints = True, [write_prompts(making / "all.arrow", rendered)]
         fitting = StoredPrompts(making / "all.arrow")
         _require_some(len(fitting) > 1, "train", render)

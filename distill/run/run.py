@@ -24,6 +24,7 @@ from distill.config.origin import remember_origin, spelled
 from distill.config.run import RunConfig
 from distill.run.lock import hold
 from speculative.errors import UserError
+from speculative.progress import each, hide, phase
 
 PATIENCE = 60.0  # Seconds. NFS caches the contents of a folder for 3 to 60.
 # How long a rank waits in a collective of a training step. After that a stuck or lost rank ends the run.
@@ -51,9 +52,10 @@ class Progress:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the wall-clock seconds of the block, unless it fails."""
+        """Show the block as a phase, and add its wall-clock seconds, unless it fails."""
         started = time.perf_counter()
-        yield
+        with phase(stage.replace("_", " ")):
+            yield
         self.spend(stage, time.perf_counter() - started)
 
 
@@ -80,6 +82,8 @@ class Run:
         # Of this process: whether it is the main one, its rank (0 .. ranks - 1) and its device. ranks: processes that share the run.
         self.main, self.rank = self.accelerator.is_main_process, self.accelerator.process_index
         self.ranks, self.device = self.accelerator.num_processes, self.accelerator.device
+        if not self.main:
+            hide()
 
     def claim(self) -> None:
         """Lock the folder on the main process until the run or the process ends; see `claim_folder`."""
@@ -97,8 +101,8 @@ class Run:
         self._held = None
 
     def say(self, line: str) -> None:
-        """Print on the main process."""
-        self.accelerator.print(line)
+        """Print on the main process, at once also where a file is read while it grows."""
+        self.accelerator.print(line, flush=True)
 
     @functools.cached_property
     def _patient(self) -> dist.ProcessGroup:
@@ -138,7 +142,7 @@ class Run:
         Raises UserError: ``folder`` cannot be written.
         """
         results = {}
-        for index, piece in enumerate(pieces):
+        for index, piece in each(enumerate(pieces), f"{name.partition('-')[0]}, parts", len(pieces)):
             if self.rank == (0 if alone else index % self.ranks):
                 path = folder / f"{name}-{index:04d}.json"
                 if not path.exists():

@@ -13,6 +13,7 @@ from distill.models.heads import SplitModel
 from distill.training.module import DraftModule
 from distill.training.teacher import Teacher
 from speculative.errors import UserError
+from speculative.progress import phase
 
 # Sizes without a trial step: on a CPU, which swaps instead of failing, and under FSDP2, where a rank holds only a shard of the draft.
 ON_CPU, SHARDED = 32, 4
@@ -83,7 +84,8 @@ def chosen_micro_batch(
             module.zero_grad(set_to_none=True)
         return size
 
-    found = fitting()
+    with phase("trying micro-batches"):
+        found = fitting()
     # Free memory can differ between ranks. All have the same list of sizes, so the smallest choice is valid for every rank.
     agreed = int(accelerator.gather(torch.tensor([found], device=device)).min())
     accelerator.print(f"micro-batch: {agreed} sequences of up to {longest:,} tokens (train.micro_batch_size)")

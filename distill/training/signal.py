@@ -6,7 +6,6 @@ import numpy as np
 
 from data.batches.collate import Example, collate
 from data.batches.examples import Examples, as_examples
-from data.responses.respond import ProgressBar
 from data.signals.columns import RELATIVE_ERROR
 from data.signals.store import SignalFacts, SignalStore
 from distill.config.layout import RESPONSES, TRAINING
@@ -17,6 +16,7 @@ from distill.run.responses import signal_manifest_of
 from distill.run.run import Run
 from distill.training.teacher import CapturingTeacher, StoredTeacher, Teacher, TeacherSource
 from speculative.errors import UserError
+from speculative.progress import phase
 
 # Sequences of a forward without gradients if train.micro_batch_size is not set.
 FILLED_AT_ONCE = 32
@@ -58,7 +58,7 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     """
     config = run.config
     examples = examples.with_prompts(config.loss.prompt_weight)
-    show, rank, ranks = run.main, run.rank, run.ranks
+    rank, ranks = run.rank, run.ranks
     if store.present().any():
         store.verify(rank=rank, ranks=ranks)
     run.wait()
@@ -69,11 +69,11 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
     if mine:
         teacher = CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
-        with ProgressBar("teacher signal", sum(map(len, mine)), 0, show) as bar:
+        with phase("teacher signal", sum(map(len, mine))) as shown:
             for indices in mine:
                 batch = collate([examples[index] for index in indices], indices=indices)
                 teacher.fill(batch.to(run.device))
-                bar.store(len(indices))
+                shown.advance(len(indices))
     run.wait()
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
-from data.responses.respond import ProgressBar
 from distill.config.layout import ADAPTER, PROGRESS, STATE, STUDENT, step_folder
 from distill.faults import Interrupt, Interrupted
 from distill.run import checkpoint
@@ -32,6 +31,7 @@ from distill.training.tracking import Metrics
 from speculative.decoder.responses import StageClock
 from speculative.engine.memory import peak_bytes
 from speculative.errors import UserError
+from speculative.progress import phase
 
 # Consecutive skipped updates after which the run stops, because it is no longer a spike.
 MOST_SKIPS = 20
@@ -127,10 +127,10 @@ class Trainer:
         try:
             if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
                 yield from self._held(self.save())
-            with ProgressBar(word, train.steps, self.progress.step, self.run.main, stderr=False) as bar:
+            with phase(word, train.steps, self.progress.step) as shown:
                 while self.progress.step < train.steps:
-                    facts = self._one_step()
-                    bar.update(bar.task, completed=self.progress.step, facts=facts)
+                    shown.facts = self._one_step()
+                    shown.advance()
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)

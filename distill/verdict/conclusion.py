@@ -41,6 +41,7 @@ from speculative.explain.token_class import token_pieces
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
 from speculative.measure.record import VERSION
+from speculative.progress import phase
 from speculative.rules.rule import RULES, Rule
 from speculative.rules.sampling import SamplingSettings
 
@@ -55,12 +56,14 @@ def conclude_run(data: RunData, self_checks: dict[str, Any]) -> None:
     decoding = Decoding(run, data.target)
     if not run.main:
         return decoding.take_part()
-    plot_run(run.folder)
-    result = result_of(data, self_checks, decoding)
+    with phase("verdict"):
+        plot_run(run.folder)
+        result = result_of(data, self_checks, decoding)
     run.progress.spend("verdict", time.perf_counter() - started)
     spent = {stage: round(value, 2) for stage, value in run.progress.seconds.items()}
     result = result.model_copy(update={"verdict": result.verdict.model_copy(update={"seconds": spent})})
-    write_conclusion(run.folder, result)
+    with phase("report"):
+        write_conclusion(run.folder, result)
     decoding.end()
     run.say(result.verdict.headline)
 

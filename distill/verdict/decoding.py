@@ -23,6 +23,7 @@ from speculative.decode import decode
 from speculative.decoder.proposal_log import ProposalLog
 from speculative.decoder.responses import DecodeSettings, Prompt, Response
 from speculative.drafters.draft import Draft, Drafting
+from speculative.progress import phase
 
 # Prompts that one rank decodes at once, a small number, so that ranks can share them; of a verdict more if there would be more groups
 # than GROUPS, which take one rank longer.
@@ -148,7 +149,8 @@ def _decoded(
 ) -> list[Response]:
     with contextlib.nullcontext() if log is None else ProposalLog(log) as opened:
         drafter = draft.drafter() if draft is not None else None
-        return decode(target, drafter, prompts, settings, batch_size=batch_size, log=opened)[0]
+        with phase("decoding", len(prompts)) as shown:
+            return decode(target, drafter, prompts, settings, batch_size=batch_size, log=opened, shown=shown)[0]
 
 
 def _log_of(run: Run, job: Job, index: int) -> Path:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from rich.progress import track
 from transformers import PreTrainedModel
 
 from distill.verdict.judging_setup import JudgingSetup
@@ -27,6 +26,7 @@ from speculative.measure.timing import (
     spread_order,
 )
 from speculative.measure.token_scores import TokenScores
+from speculative.progress import each
 
 # A speed-up is precise enough when the upper end of its interval is within this share of it.
 PRECISION = 0.05
@@ -223,7 +223,7 @@ def time_ways(
         samples, refused = sample_ways(
             target,
             ways,
-            track([[prompt] for prompt in chosen], "timing", transient=True),
+            each([[prompt] for prompt in chosen], "timing, at most"),
             setup.settings,
             imprecise=imprecise,
             seconds=setup.judge.speed_seconds,
@@ -233,7 +233,8 @@ def time_ways(
             raise error
     else:
         requests = requests_under_load([(text.prompt_ids, text.response_ids) for text in setup.heldout], load)
-        samples, refused = sample_ways(target, ways, requests, setup.settings, load=load)
+        shown = each(requests, f"timing at {load} requests", FEWEST_SAMPLES)
+        samples, refused = sample_ways(target, ways, shown, setup.settings, load=load)
     timed = tuple(way for way in ways if way.name in samples)
     warnings = tuple(f"{name} at judge.load {load} was not measured: {error}" for name, error in refused.items())
     return Timing(setup, load, timed, samples, estimates(samples), frozenset(picked), warnings=warnings)

@@ -19,6 +19,7 @@ from speculative.drafters.past_responses import ResponseIndex
 from speculative.measure.cost import StepCosts
 from speculative.measure.replay import GAMMAS, Blocks, TextCosts, expected_blocks
 from speculative.measure.token_scores import StoredText
+from speculative.progress import each
 
 # (longest, shortest) n-gram that prompt lookup may be set to. Short ones propose often and are often wrong, which is
 # fine if a wrong proposal costs little. Before a draft, only nearly certain proposals should replace it.
@@ -131,7 +132,7 @@ def tuned_lookup(
         candidates = [(gamma, then) for gamma in gammas for then in gammas if then <= min(gamma, scored)]
     own_gammas, then_gammas = zip(*candidates, strict=True)
     tried = []
-    for sizes in NGRAM_SIZES:
+    for sizes in each(NGRAM_SIZES, "tuning prompt lookup"):
         kept = [kept_by_lookup(text, max(gammas), *sizes) for text in texts]
         blocks = found_blocks(kept, own_gammas, drafted, then_gammas)
         tried.append((blocks, found_steps(blocks, own_gammas, costs, then_gammas)))

@@ -22,6 +22,7 @@ from speculative.drafters.drafter import Ask, Drafter, Proposal, Seats
 from speculative.engine.models import evaluating, vocab_rows
 from speculative.engine.runners import resolve_runner
 from speculative.measure.token_scores import StoredText
+from speculative.progress import phase
 
 # Gammas whose speed-ups differ by less count as equal.
 NEAR_BEST = 0.03
@@ -268,7 +269,7 @@ def measure_costs(
     columns = (0, *gammas)
     measured: list[list[list[float]]] = []
     began = time.perf_counter()
-    with evaluating(target, draft.model if draft is not None else None):
+    with evaluating(target, draft.model if draft is not None else None), phase("timing steps") as shown:
         while True:
             of_repeat = []
             for gamma in columns:
@@ -293,6 +294,7 @@ def measure_costs(
                 of_repeat.append([*stages, host, opened - opening + first, reading])
                 loop.close()
             measured.append(of_repeat)
+            shown.advance()
             if len(measured) < repeats:
                 continue
             costs = _agreed(np.array(measured), gammas, batch_size, context)

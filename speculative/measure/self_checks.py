@@ -16,6 +16,7 @@ from speculative.engine.cached_model import speed_warnings
 from speculative.engine.models import evaluating, forward_parameters, state_name, takes_logits_to_keep
 from speculative.errors import TooLittleMemory
 from speculative.measure.token_scores import StoredText, score_responses
+from speculative.progress import each, phase
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -65,7 +66,7 @@ def measure_noise(
     chosen = sorted(said, key=lambda text: len(text.prompt_ids))[:NOISE_TEXTS]
     least = least_noise(model.dtype)
     overlap, gap, tokens = 0.0, least.gap, 0
-    for text in chosen:
+    for text in each(chosen, "self-checks: rounding"):
         prompt, response = list(text.prompt_ids), list(text.response_ids)[:NOISE_TOKENS]
         with evaluating(model):
             ways = [_at_once(model, prompt, response)]
@@ -175,7 +176,10 @@ def self_checks(
             (None, replace(greedy, gamma=0)),
             (SpoiledDrafter(target), greedy),
         )
-        return tuple(decode(target, drafter, prompts, own, batch_size=rows)[0] for drafter, own in decodings)
+        with phase("self-checks", len(decodings) * len(prompts)) as shown:
+            return tuple(
+                decode(target, drafter, prompts, own, batch_size=rows, shown=shown)[0] for drafter, own in decodings
+            )
 
     (plain, live, plain_greedy, speculative_greedy), rows = _with_fewer_rows(decoded, min(batch_size, len(prompts)))
     measured = measure_noise(target, plain, settings.sampling, rows)

@@ -38,6 +38,7 @@ from speculative.errors import UserError
 from speculative.measure.intervals import Interval, sum_by_prompt
 from speculative.measure.measured import TARGET, Way
 from speculative.measure.metrics import Waiting, waits_of
+from speculative.progress import each
 
 # Times more than this many standard deviations from the median are cut to that limit: the machine was disturbed. The deviation is
 # NORMAL median deviations, as of normal values, of which 1 in 16,000 is cut.
@@ -335,7 +336,7 @@ def clock(
     """
     count, ids = -(-max(CLOCKED, 2 * load) // CLOCK_TURNS), itertools.cycle(prompts)
     waits = {way.name: (list[Response](), Timing()) for way in ways}
-    for turn in range(-1, CLOCK_TURNS):
+    for turn in each(range(-1, CLOCK_TURNS), "timing waits"):
         requests = [(f"{turn} {number}", next(ids)) for number in range(count + 2 * load)]
         # Turn -1 is a warm-up: one block, unless calls are recorded.
         most = seconds / (CLOCK_TURNS * len(ways)) if turn >= 0 or target.device.type == "cuda" else 0.0

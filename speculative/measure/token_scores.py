@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from speculative.engine.models import evaluating, mask_token_of, masked_pass, takes_logits_to_keep, vocab_rows
 from speculative.errors import UserError
+from speculative.progress import each
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -169,7 +170,7 @@ def values_by_text(
     as the name of the model, if it returns NaN or infinite logits.
     """
     values: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
-    for batch in score_batches(texts, model):
+    for batch in each(score_batches(texts, model), "scoring"):
         # Not around `values_of`, whose own code might want gradients.
         with evaluating(model):
             logits_RV, ids_R = _response_logits(model, [texts[index] for index in batch])
@@ -193,7 +194,7 @@ def _values_by_start(
         raise UserError("the draft's config.json has no mask token (pard_token): it can draft token by token only")
     most = max(1, min(MASKS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_rows(draft)) // max(1, offsets - 1))
     tables = [np.zeros((len(text.response_ids), offsets, width)) for text in texts]
-    for text, table_TJK in zip(texts, tables, strict=True):
+    for text, table_TJK in each(zip(texts, tables, strict=True), "scoring blocks", len(texts)):
         tokens, first = len(text.response_ids), len(text.prompt_ids) - 1
         ids_T = torch.tensor([*text.prompt_ids, *text.response_ids], device=draft.device)
         # The last token has no further offset, so no block starts there.

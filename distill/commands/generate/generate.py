@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.commands.generate.options import GenerateOptions
@@ -30,6 +28,7 @@ from speculative.errors import UserError
 from speculative.measure.metrics import latency, live_metrics, stage_seconds
 from speculative.measure.replay import ReplayCheck, agreement_of, agreement_warning, agreement_words
 from speculative.measure.token_scores import score_tokens
+from speculative.progress import phase
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import SamplingSettings
 
@@ -173,12 +172,10 @@ def _shown(events: Iterator[Event], count: int, out: Path | None) -> Iterator[Ev
                 sys.stdout.write("\n")
             yield event
         return
-    columns = (TextColumn("{task.completed}/{task.total} responses, {task.fields[tokens]} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task, tokens = progress.add_task("", total=count, tokens=0), 0
+    with phase("responses", count) as shown:
         for event in events:
-            tokens += len(event.token_ids)
-            progress.update(task, advance=int(event.finish_reason is not None), tokens=tokens)
+            shown.count(len(event.token_ids))
+            shown.advance(event.finish_reason is not None)
             if event.finish_reason is not None and out is None:
                 sys.stdout.write(f"--- {event.response.key}\n{event.response.text}\n")
                 sys.stdout.flush()

@@ -16,28 +16,27 @@ from speculative.explain.ceilings import Price
 from speculative.measure.effects import too_few
 from speculative.measure.intervals import interval
 from speculative.measure.measured import TARGET
+from speculative.progress import phase
 
 NOISY = 1.4  # Of a quiet machine; rules alone differ by up to 1.15 in a target step.
 
 
 class Stages:
-    """Print each stage on the console while it runs, and record its seconds."""
+    """Show each stage while it runs, print its seconds and record them."""
 
     def __init__(self, console: Console | None) -> None:
         self.console, self.seconds = console, dict[str, float]()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        # No spinner: its thread would be timed with the models.
-        if self.console is not None:
-            self.console.print(f"{name} ...", end=" ", highlight=False)
         began = time.perf_counter()
         try:
-            yield
+            with phase(name):
+                yield
         finally:
             self.seconds[name] = round(time.perf_counter() - began, 2)
             if self.console is not None:
-                self.console.print(f"{self.seconds[name]:.1f} s", highlight=False)
+                self.console.print(f"{name}: {self.seconds[name]:.1f} s", highlight=False)
 
 
 def assumptions(plan: Plan) -> list[str]:

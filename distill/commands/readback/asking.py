@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_bytes
-from data.responses.respond import ProgressBar
 from distill.engines.protocol.client import Answer, EngineClient
 from distill.engines.protocol.counters import ServerCounts, as_counts, difference
 from distill.engines.protocol.counts import CountsError
@@ -19,6 +18,7 @@ from distill.faults import Interrupted
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
+from speculative.progress import phase
 
 _Job = tuple[Callable[[HeldoutResponse, DecodeSettings], Answer | None], HeldoutResponse]
 TURN = 4  # requests of each place in a turn of one of several servers
@@ -145,7 +145,7 @@ def ask(
     turn = len(texts) if len(files) == 1 else TURN * busy if busy > 1 or full else 1
     answers = dict[tuple[int, str], Answer]()
     try:
-        with ProgressBar(f"asking, {busy} at a time", len(files) * len(texts), 0, bool(lacking)) as bar:
+        with phase(f"asking, {busy} at a time", len(files) * len(texts), show=bool(lacking)) as shown:
             for first, (place, file) in itertools.product(range(0, len(texts), turn), enumerate(files)):
                 ours = texts[first : first + turn]
                 spare: list[_Job] = [(file.spare, text) for text in ours[: busy if full else 0]]
@@ -153,7 +153,7 @@ def ask(
                 for (_, text), answer in client.each(lambda job: job[0](job[1], settings), jobs):
                     if answer is not None:
                         answers[place, text.key] = answer
-                        bar.store(1)
+                        shown.advance()
     except KeyboardInterrupt:
         raise Interrupted(drafting.kept) from None
     after = client.scrape(settle=True) if drafting in lacking else None

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import root_of
-from data.responses.respond import ProgressBar
 from distill.commands.options import ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
@@ -28,6 +27,7 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.engine_costs import EngineCosts, Stream, busiest, ratios_of, served_seconds, step_costs
+from speculative.progress import phase
 
 REPEATS = 5  # turns of requests at each load and gamma
 TURN, FEWEST = 2, 6  # timed requests of each place in a turn, and in all
@@ -70,9 +70,9 @@ def time_command(options: TimeOptions) -> int:
                 if peak < load:
                     raise UserError(f"--load {load}: the engine decoded {peak} requests at a time; lower it")
             turns = [*itertools.product(range(REPEATS), loads, clients)]
-            with ProgressBar("timing", len(turns), 0, True) as bar:
+            with phase("timing", len(turns)) as shown:
                 for _, load, client in turns:
-                    bar.update(bar.task, facts=f"{client.endpoint.url}, {load} at a time")
+                    shown.facts = f"{client.endpoint.url}, {load} at a time"
                     gamma, block, read, _ = _turn(client, texts[client], load, settings)
                     if bool(gamma) != urls[client.endpoint.url]:
                         mistake = (
@@ -83,7 +83,7 @@ def time_command(options: TimeOptions) -> int:
                         raise UserError(f"{client.endpoint.url}: {mistake}")
                     blocks[load, gamma].append(block)
                     reads[load, gamma].append(read)
-                    bar.store(1)
+                    shown.advance()
     if len({gamma for _, gamma in blocks}) < 3 or any(len(of) != REPEATS for of in blocks.values()):
         raise UserError("--url: give two or more engines that draft different numbers of tokens, each always the same")
     one_pass = verdict.drafts[-1].drafting == "parallel"
