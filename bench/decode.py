@@ -28,11 +28,11 @@ from transformers import DynamicCache, GenerationConfig
 
 from data.prompts import stdlib
 from data.prompts.columns import prompt_row
-from distill.config.command_line import MessagesColumn, PromptColumn
 from distill.models.carving.layers import carve
 from distill.models.load import load_model, load_tokenizer
-from distill.run.prompts import asked_rows, render_rows
+from distill.run.prompts import render_rows
 from distill.run.provenance import describe_run
+from prompt_options import MessagesColumn, PromptColumn, load_rows
 from result_file import write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Prompt
@@ -317,7 +317,7 @@ def load_prompts(
 ) -> dict[str, list[Prompt]]:
     """Prompts by kind: of a source as a config names it, with an optional column `kind`, or the embedded code domain."""
     if path:
-        rows, _ = asked_rows(path, prompt_column, messages_column, label="kind")
+        rows = load_rows(path, prompt_column, messages_column, "kind")
     else:
         rows = [prompt_row(head, None, "code", "", None) for _, head in stdlib.function_head_rows(True)]
     kinds: dict[str, list[Prompt]] = {}

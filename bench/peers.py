@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from distill.config.command_line import MessagesColumn, PromptColumn
 from distill.models.load import load_model, load_tokenizer
-from distill.run.prompts import asked_rows, render_rows
+from distill.run.prompts import render_rows
 from distill.run.provenance import describe_run
 from peer_workers.child import OURS, WORKERS, Child, Contestant, Ours
 from peer_workers.worker import Setting
+from prompt_options import MessagesColumn, PromptColumn, load_rows
 from result_file import write_result
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings
@@ -217,7 +217,7 @@ def main(
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     models = {role: load_model(role, path, dtype=dtype).eval() for role, path in [("target", target), ("draft", draft)]}
     tokenizer = load_tokenizer(target)
-    rows, _ = asked_rows(prompts, prompt_column, messages_column)
+    rows = load_rows(prompts, prompt_column, messages_column)
     fitting = [list(ids) for _, ids in render_rows(rows, tokenizer, chat) if 4 <= len(ids) <= longest]
     taken = chosen_prompts(models["target"], fitting, count, max_tokens)
     numbers = {role: sum(weight.numel() for weight in model.parameters()) for role, model in models.items()}

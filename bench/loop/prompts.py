@@ -11,7 +11,7 @@ from data.prompts.template import render_prompt
 from distill.config.layout import TARGET_FACTS
 from distill.config.run import RunConfig
 from distill.models.load import load_tokenizer
-from distill.run.prompts import asked_rows, rows_of
+from distill.run.prompts import command_rows, rows_of
 
 
 def traffic_prompts(config: RunConfig, turn: int = 0) -> list[list[int]]:
@@ -34,7 +34,7 @@ def shifted_prompts(config: RunConfig, path: str, turn: int = 0) -> list[list[in
         UserError: as `traffic_prompts`.
     """
     if path:
-        return _rendered(config, asked_rows(path)[0])
+        return _rendered(config, command_rows(path))
     heads = unit_test_heads()
     random.Random(config.seed + turn).shuffle(heads)
     rows = [PromptRow(head, None, None, "tests", f"tests:{number}") for number, head in enumerate(heads)]

@@ -23,12 +23,8 @@ def argument(text: str) -> Any:
     return typer.Argument(help=text)
 
 
-# Options that several commands share. The column options have the names that a config uses.
+# Options that several commands share.
 PROMPT_SOURCE = "file (jsonl, json, csv, parquet, txt; may be .gz, .bz2, .zst), directory or hub id"
-PromptColumn = Annotated[
-    str, option("column of --prompts, or a template as in a config; default: a common name like `prompt`")
-]
-MessagesColumn = Annotated[str, option("column of --prompts with chat messages (role, content)")]
 Chat = Annotated[bool, option("wrap each prompt in the target's chat template")]
 TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")]
 RuleName = Annotated[str, option("acceptance rule: sample, greedy-draft, greedy or block; default: the run's")]

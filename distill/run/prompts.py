@@ -285,23 +285,15 @@ def _refuse_others(folder: Path, fingerprints: list[str]) -> None:
 _COLUMN_KEYS = re.compile(r"set (prompt_column|messages_column)( or messages_column)?( to)?[^;]*")
 
 
-def asked_rows(
-    path: str, prompt_column: str = "", messages_column: str = "", *, system: str = "", label: str = ""
-) -> tuple[list[PromptRow], bool]:
-    """(rows of a command's `--prompts PATH`, read like a source of a config; whether a column `label` gives their domain).
+def command_rows(path: str) -> list[PromptRow]:
+    """The rows of a command's `--prompts PATH`, read like a source of a config.
 
     Raises UserError: see `load_source`; the message starts with the option.
     """
-    columns = {"prompt_column": prompt_column or None, "messages_column": messages_column or None}
     # A file with an unknown suffix is read as plain lines.
     plain = Path(path).is_file() and format_of(Path(path)) is None
-    source = PromptSource(path=path, system=system or None, format="txt" if plain else "auto", **columns)  # type: ignore[arg-type]
-    if label:
-        # No such column, or an error that the second attempt reports.
-        with contextlib.suppress(UserError):
-            return load_source(source.model_copy(update={"domain_column": label}), preferred="prompt"), True
     try:
-        return load_source(source, preferred="prompt"), False
+        return load_source(PromptSource(path=path, format="txt" if plain else "auto"), preferred="prompt")
     except UserError as error:
         raise UserError(
             f"--prompts {_COLUMN_KEYS.sub('name the column `prompt` or `messages`', str(error))}"

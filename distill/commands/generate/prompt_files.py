@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.prompts.columns import prompt_row
 from distill.commands.generate.options import GenerateOptions
-from distill.run.prompts import asked_rows, render_rows
+from distill.run.prompts import command_rows, render_rows
 from speculative.decoder.responses import Prompt
 from speculative.drafters.past_responses import ResponseIndex
 from speculative.engine.models import vocab_rows
@@ -37,7 +37,7 @@ def read_past(path: Path, target: PreTrainedModel) -> ResponseIndex:
 def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Prompts (key, ids) from the command line, a source as a config names it, or standard input.
 
-    Raises UserError: there is no prompt, or an invalid one; see also `asked_rows` and `render_rows`.
+    Raises UserError: there is no prompt, or an invalid one; see also `command_rows` and `render_rows`.
     """
     typed = [(f"prompt-{number}", text) for number, text in enumerate(options.prompt or [], start=1)]
     if not typed and not options.prompts:
@@ -53,7 +53,7 @@ def read_prompts(options: GenerateOptions, tokenizer: PreTrainedTokenizerBase) -
             raise UserError(f"{key}: the prompt is empty; write at least one character")
     rows = [prompt_row(text, None, "", key, None) for key, text in typed]
     if options.prompts:
-        rows += asked_rows(options.prompts)[0]
+        rows += command_rows(options.prompts)
     return render_rows(rows, tokenizer, options.chat)
 
 

@@ -13,7 +13,7 @@ from distill.commands.probe.options import STDLIB, ProbeOptions
 from distill.commands.probe.result import TextFacts
 from distill.commands.target import check_room
 from distill.models.target import Target
-from distill.run.prompts import asked_rows, render_rows
+from distill.run.prompts import command_rows, render_rows
 from speculative.decoder.responses import DecodeSettings, Prompt
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse, decode_heldout
@@ -96,7 +96,7 @@ def chosen_prompts(
         rows = sorted(load_source(PromptSource(path=STDLIB, split="heldout")), key=content_hash)[: 4 * options.count]
         rows = [replace(row, origin=f"prompt-{number}") for number, row in enumerate(rows, start=1)]
     else:
-        rows, _ = asked_rows(options.prompts)
+        rows = command_rows(options.prompts)
     prompts = render_rows(rows, tokenizer, options.chat)
     distinct = list({tuple(ids): (key, ids) for key, ids in reversed(prompts)}.values())[::-1]
     if embedded:

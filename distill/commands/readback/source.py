@@ -18,7 +18,7 @@ from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
 from distill.models.target import Target
 from distill.run.heldout_set import HeldoutSet, load_heldout_set
-from distill.run.prompts import asked_rows, render_rows
+from distill.run.prompts import command_rows, render_rows
 from distill.run.readback_record import SERVED_TEXT, SpeedCheck
 from distill.run.responses import decode_settings, heldout_responses
 from distill.run.verdict_record import Drafting, Verdict, drafting_to_serve, load_verdict
@@ -80,7 +80,7 @@ def of_prompts(options: ReadbackOptions) -> Source:
 
     Raises UserError: no target, prompts or settings, or a prompt that is too long.
     """
-    rows, _ = asked_rows(options.prompts, "", "")
+    rows = command_rows(options.prompts)
     target = open_target(options.target, "auto", "")
     prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
     check_room(prompts, options.max_tokens, target.facts.context_length)
