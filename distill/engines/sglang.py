@@ -5,8 +5,8 @@ Counts as read in pull requests 11441 (first names) and 33518 (`sglext`), main o
 
 from typing import TYPE_CHECKING
 
-from distill.engines.protocol.counters import Page, ServerCounts, started, sum_of
-from distill.engines.protocol.counts import CountsFormat
+from distill.engines.protocol.counters import Page, started, sum_of
+from distill.engines.protocol.counts import CountsFormat, DraftCounts
 from distill.engines.protocol.engine import Dialect, Engine, register
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def _refusals(facts: "EngineFacts") -> list[str]:
     return [f"{facts.differences['added']}; {told}"] if "added" in facts.differences else []
 
 
-def _counters(page: Page) -> ServerCounts | None:
+def _counters(page: Page) -> DraftCounts | None:
     blocks, tokens, requests = (
         sum_of(page, f"sglang:{name}") for name in ("spec_verify_calls", "generation_tokens", "num_requests")
     )
@@ -26,7 +26,7 @@ def _counters(page: Page) -> ServerCounts | None:
         return None
     # The first token of a response comes from the prefill; each block emits one token more than it accepts.
     accepted = None if tokens is None or requests is None else max(0, tokens - requests - blocks)
-    return ServerCounts("sglang", accepted, None, blocks, (), tokens, started(page))
+    return DraftCounts("sglang", accepted, None, blocks, tokens=tokens, started=started(page))
 
 
 register(

@@ -40,8 +40,8 @@ from distill.commands.serve import read_export
 from distill.config.layout import SERVING_FORMAT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
-from distill.engines.protocol.counters import ServerCounts, parse_page
-from distill.engines.protocol.counts import CountsError, RequestCounts
+from distill.engines.protocol.counters import parse_page
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from distill.engines.protocol.engine import counts_of
 from distill.engines.protocol.facts import EngineFacts
 from distill.live.arms import Arm, Arms, read_arms, write_arms
@@ -179,7 +179,7 @@ def _answer(name: str, content: bytes, _: Path) -> TrafficRecord:
     for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True):
         tap.feed(content[start:end])
     tap.end()
-    assert tap.counts is None or isinstance(tap.counts, RequestCounts)
+    assert tap.counts is None or isinstance(tap.counts, DraftCounts)
     return _recorded(ASKED, tap.finish, tap)
 
 
@@ -222,7 +222,7 @@ TENSORRT = (
 )
 
 
-def _metrics(_: str, content: bytes, __: Path) -> ServerCounts | None:
+def _metrics(_: str, content: bytes, __: Path) -> DraftCounts | None:
     return counts_of(parse_page(content.decode(errors="replace")))
 
 
@@ -423,7 +423,7 @@ PARSERS = {
     "acceptance log": Parser(2500, _logs, lambda name, content, folder: read_answers(_written(content, folder / name)), AcceptanceLog),
     "metrics page": Parser(
         1500, lambda _: {"vllm": PAGE, "sglang": SGLANG, "tensorrt": TENSORRT},
-        _metrics, ServerCounts | None, (UserError, CountsError),
+        _metrics, DraftCounts | None, (UserError, CountsError),
     ),
     "prompts file": Parser(2500, _prompts, _load_prompts, list),
     "top-k answer": Parser(700, _topk, lambda _, content, __: read_topk(content, 1, 3, 2, 10), tuple, (ValueError,)),

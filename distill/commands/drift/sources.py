@@ -10,8 +10,8 @@ from pathlib import Path
 
 from distill.config.layout import ANSWERS
 from distill.engines.protocol.client import counters_of
-from distill.engines.protocol.counters import PAGES, ServerCounts, difference
-from distill.engines.protocol.counts import CountsError
+from distill.engines.protocol.counters import PAGES, difference
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from distill.engines.protocol.engine import read_counts
 from speculative.errors import UserError
 
@@ -60,7 +60,7 @@ def scrape(url: str, scrapes: int, interval: float, gamma: int | None, key: str 
     return _differences(url, pages, gamma)
 
 
-def _differences(url: str, pages: list[ServerCounts], gamma: int | None) -> AcceptanceLog:
+def _differences(url: str, pages: list[DraftCounts], gamma: int | None) -> AcceptanceLog:
     records: list[AcceptanceRecord] = []
     warnings = []
     for number, (before, after) in enumerate(itertools.pairwise(pages), start=1):

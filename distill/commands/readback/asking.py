@@ -11,8 +11,8 @@ from typing import Any
 
 from data.files import write_bytes
 from distill.engines.protocol.client import Answer, EngineClient
-from distill.engines.protocol.counters import ServerCounts, as_counts, difference
-from distill.engines.protocol.counts import CountsError
+from distill.engines.protocol.counters import as_counts, difference
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from distill.engines.protocol.engine import UNKNOWN, Engine
 from distill.faults import Interrupted
 from speculative.decoder.responses import DecodeSettings
@@ -38,7 +38,7 @@ class Replies:
     texts: list[HeldoutResponse]
     answers: list[Answer]
     plain: list[Answer] = field(default_factory=list)
-    server: ServerCounts | None = None
+    server: DraftCounts | None = None
     reset: str = ""
     left_out: int = 0
     engine: Engine = UNKNOWN

@@ -12,8 +12,8 @@ from typing import Any
 from data.responses.endpoint import Choice, EndpointTarget, request_of
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_http import page_at
-from distill.engines.protocol.counters import PAGES, ServerCounts, parse_page
-from distill.engines.protocol.counts import CountsError, RequestCounts
+from distill.engines.protocol.counters import PAGES, parse_page
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from distill.engines.protocol.engine import STREAM, UNKNOWN, Engine, counts_of, known_engines, read_counts
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -35,7 +35,7 @@ class Answer:
     text: str
     finished: bool
     seconds: float
-    counts: RequestCounts | None
+    counts: DraftCounts | None
     tokens: int
     body: dict[str, Any]
     first_seconds: float | None = None
@@ -150,7 +150,7 @@ class EngineClient(EndpointTarget):
             raise UserError(f"{self.endpoint.url}: the counts of {key} contradict themselves: {error}") from error
         return Answer(key, ids, str(choice.get("text") or ""), finished, seconds, counts, tokens, body, first)
 
-    def scrape(self, settle: bool = False) -> ServerCounts | None:
+    def scrape(self, settle: bool = False) -> DraftCounts | None:
         """Read the server's counters; None if it has none for drafts; UserError if they contradict themselves.
 
         ``settle``: wait until they stop changing, since an engine may update them after its answer.
@@ -195,7 +195,7 @@ def _ids_in(choice: Choice) -> list[int] | None:
     return None
 
 
-def counters_of(root: str, key: str = "") -> ServerCounts | None:
+def counters_of(root: str, key: str = "") -> DraftCounts | None:
     """Read a server's draft counters; None if it has none; UserError if they contradict themselves."""
     for path in PAGES:
         page = _page(root + path, key)

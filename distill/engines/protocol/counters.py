@@ -4,37 +4,15 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from distill.engines.protocol.counts import CountsError
+from distill.engines.protocol.counts import CountsError, DraftCounts
 
 PREFIX = "vllm:"  # of metric names, which other servers use too
 PAGES = ("/metrics", "/prometheus/metrics")
 
 # name without `_total` -> [(labels, value)]
 Page = dict[str, list[tuple[dict[str, str], float]]]
-
-
-@dataclass(frozen=True)
-class ServerCounts:
-    """Counters since a server's start, or their difference. None: not reported by this engine.
-
-    blocks: verified drafts. accepted_G: by position, empty if not reported. tokens: of all responses.
-    started: start times of the counters, if reported; another value means a restart.
-    """
-
-    engine: str
-    accepted: int | None
-    drafted: int | None
-    blocks: int | None
-    accepted_G: tuple[int, ...] = ()
-    tokens: int | None = None
-    started: tuple[float, ...] = field(default=(), compare=False)
-
-    def __post_init__(self) -> None:
-        if self.accepted is not None and self.drafted is not None and self.accepted > self.drafted:
-            raise CountsError(f"{self.accepted:,} tokens accepted, but only {self.drafted:,} drafted")
 
 
 def parse_page(text: str) -> Page:
@@ -68,13 +46,13 @@ def names_like_vllm(engine: str, prefix: str, tokens: str) -> CounterNames:
     return CounterNames(engine, *words, "position", prefix + tokens)
 
 
-def named_counters(*known: CounterNames) -> Callable[[Page], ServerCounts | None]:
+def named_counters(*known: CounterNames) -> Callable[[Page], DraftCounts | None]:
     """Return the reader of a page with the first of these names that are on it.
 
     It raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.
     """
 
-    def read(page: Page) -> ServerCounts | None:
+    def read(page: Page) -> DraftCounts | None:
         names = next((names for names in known if names.drafted in page), None)
         if names is None:
             return None
@@ -82,20 +60,20 @@ def named_counters(*known: CounterNames) -> Callable[[Page], ServerCounts | None
             blocks: int | None = (*_by_position(page, names.drafted, names.label), 0)[0]
         else:
             blocks = sum_of(page, names.blocks)
-        return ServerCounts(
+        return DraftCounts(
             names.engine,
             sum_of(page, names.accepted),
             sum_of(page, names.drafted),
             blocks,
-            _by_position(page, names.accepted_G, names.label),
-            sum_of(page, names.tokens),
-            started(page),
+            accepted_G=_by_position(page, names.accepted_G, names.label),
+            tokens=sum_of(page, names.tokens),
+            started=started(page),
         )
 
     return read
 
 
-def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
+def difference(before: DraftCounts, after: DraftCounts) -> DraftCounts:
     """Return the counts between two scrapes; CountsError if a counter fell or restarted, or another engine answers."""
     if before.engine != after.engine:
         raise CountsError(f"{before.engine} answered first, then {after.engine}")
@@ -111,10 +89,10 @@ def difference(before: ServerCounts, after: ServerCounts) -> ServerCounts:
         raise CountsError("the counters have a new start time: the server was restarted")
     pairs = itertools.zip_longest(before.accepted_G, after.accepted_G, fillvalue=0)
     places = (change(f"position {place}", old, new) for place, (old, new) in enumerate(pairs))
-    return ServerCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)
+    return DraftCounts(after.engine, accepted_G=tuple(place or 0 for place in places), **changes)
 
 
-def as_counts(alone: ServerCounts) -> dict[str, Any]:
+def as_counts(alone: DraftCounts) -> dict[str, Any]:
     """Counts of the one request between two scrapes, in vLLM's format of an answer; empty if they are sums only."""
     if alone.blocks is None or alone.accepted is None or alone.drafted is None:
         return {}

@@ -1,7 +1,7 @@
-"""Draft counts of one request. Counts that contradict themselves raise a `CountsError` with the field."""
+"""Draft counts of a request or of a server. Counts that contradict themselves raise a `CountsError` with the field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 _MOST = 1 << 31  # tokens of one request
@@ -12,12 +12,13 @@ class CountsError(ValueError):
 
 
 @dataclass(frozen=True)
-class RequestCounts:
-    """Draft counts of one request. None: not reported.
+class DraftCounts:
+    """Draft counts of one request, of a server since its start, or of the time between two looks at its counters. None, empty: not reported.
 
-    accepted, drafted: tokens; engines also count tokens after the end of a response. blocks: target calls that verified a
-    draft. gamma: as configured. accepted_B, drafted_B: per block, empty if not reported.
-    histogram: [j] = blocks that accepted exactly j tokens, empty if not reported.
+    accepted, drafted: tokens; engines also count tokens after the end of a response. blocks: target calls that verified a draft.
+
+    Of a request: gamma, as configured. accepted_B, drafted_B: per block. histogram: [j] = blocks that accepted exactly j tokens.
+    Of a server: accepted_G, by position. tokens: of all responses. started: start times of the counters; other values mean a restart.
     """
 
     engine: str
@@ -28,12 +29,16 @@ class RequestCounts:
     accepted_B: tuple[int, ...] = ()
     drafted_B: tuple[int, ...] = ()
     histogram: tuple[int, ...] = ()
+    accepted_G: tuple[int, ...] = ()
+    tokens: int | None = None
+    started: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         accepted, drafted, blocks = self.accepted, self.drafted, self.blocks
         if accepted is not None and drafted is not None and accepted > drafted:
-            raise CountsError(f"{accepted} tokens accepted, but only {drafted} drafted")
-        if blocks == 0 and (drafted or accepted):
+            raise CountsError(f"{accepted:,} tokens accepted, but only {drafted:,} drafted")
+        # Of SGLang's server, tokens of responses that it decoded without a draft are among the accepted ones.
+        if blocks == 0 and (drafted or (accepted and self.tokens is None)):
             raise CountsError(f"{drafted or accepted} drafted tokens in 0 blocks")
         if len(self.accepted_B) != len(self.drafted_B):
             raise CountsError(f"accepted for {len(self.accepted_B)} blocks, but drafted for {len(self.drafted_B)}")
@@ -62,7 +67,7 @@ class CountsFormat(NamedTuple):
     )
 
 
-def read_format(form: CountsFormat, engine: str, tops: Sequence[Any]) -> RequestCounts | None:
+def read_format(form: CountsFormat, engine: str, tops: Sequence[Any]) -> DraftCounts | None:
     """The counts in this format in the first of `tops` that has them. Raises CountsError."""
     for stats, place in ((_at(top, place), place) for top in tops for place in form.places):
         if _at(stats, form.mark) is not None:
@@ -70,7 +75,7 @@ def read_format(form: CountsFormat, engine: str, tops: Sequence[Any]) -> Request
     return None
 
 
-def _read(form: CountsFormat, engine: str, stats: Any, where: str) -> RequestCounts:
+def _read(form: CountsFormat, engine: str, stats: Any, where: str) -> DraftCounts:
     def whole(names: tuple[str, ...]) -> int | None:
         for name in names:
             value = _at(stats, name)
@@ -91,7 +96,7 @@ def _read(form: CountsFormat, engine: str, stats: Any, where: str) -> RequestCou
         accepted = sum(j * count for j, count in enumerate(histogram))
     gamma = whole(("num_spec_tokens",)) if _at(stats, "num_spec_tokens") is not None else None
     blocks_of = counts("per_step_accepted"), counts("per_step_drafted")
-    return RequestCounts(engine, accepted, whole(form.drafted), whole(form.blocks), gamma, *blocks_of, histogram)
+    return DraftCounts(engine, accepted, whole(form.drafted), whole(form.blocks), gamma, *blocks_of, histogram)
 
 
 def _at(source: Any, names: str) -> Any:

@@ -15,8 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from distill import engines
-from distill.engines.protocol.counters import Page, ServerCounts
-from distill.engines.protocol.counts import CountsFormat, RequestCounts, read_format
+from distill.engines.protocol.counters import Page
+from distill.engines.protocol.counts import CountsFormat, DraftCounts, read_format
 from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Dialect:
     closes_streams: bool = False
     progress: Callable[[Mapping[str, Any]], tuple[int, int] | None] = lambda part: None
     counts: CountsFormat | None = None
-    counters: Callable[[Page], ServerCounts | None] = lambda page: None
+    counters: Callable[[Page], DraftCounts | None] = lambda page: None
     silent: bool = False
     leaves_room: bool = False
     log_lines: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def engine_in(label: str) -> Engine:
     return next((one for name, one in known_engines().items() if f"{label} ".startswith(f"{name} ")), UNKNOWN)
 
 
-def read_counts(answer: Any) -> RequestCounts | None:
+def read_counts(answer: Any) -> DraftCounts | None:
     """The counts of an answer (JSON of a response); None without drafts; CountsError if they contradict each other."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     tops = (answer, choices[0] if isinstance(choices, list) and choices else None)
@@ -139,7 +139,7 @@ def read_counts(answer: Any) -> RequestCounts | None:
     return None
 
 
-def counts_of(page: Page) -> ServerCounts | None:
+def counts_of(page: Page) -> DraftCounts | None:
     """Return the counters of the first engine whose names are on the page; None if it has no draft counters.
 
     Raises CountsError: a counter is not a whole number, or more tokens were accepted than drafted.

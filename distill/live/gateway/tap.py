@@ -4,7 +4,7 @@ import json
 from collections import deque
 from typing import Any
 
-from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.counts import DraftCounts
 from distill.engines.protocol.engine import read_counts
 
 MOST_BYTES = 8 << 20  # of a JSON response, or of one line of a stream; larger ones are not read
@@ -25,7 +25,7 @@ class Tap:
         self.response_tokens: int | None = None
         self.prompt_ids: list[int] | None = None
         self.response_ids: list[int] | None = None
-        self.counts: RequestCounts | None = None
+        self.counts: DraftCounts | None = None
         self._rest = bytearray()
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST_EVENTS)
 

@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from data.files import write_bytes, writing
-from distill.engines.protocol.counts import CountsError, RequestCounts
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from speculative.errors import UserError
 
 SALT, LOCK, WRITE_LOCK, SWEPT, FORGOTTEN = "salt", "lock", "write.lock", "swept", "forgotten"
@@ -91,7 +91,7 @@ class TrafficRecord:
     def _check_counts(self) -> Self:
         # Tokens per step are not checked: a stop or a gate emits fewer, and engines do not count steps without drafts.
         try:
-            RequestCounts("", self.accepted, self.drafted, self.blocks, None, self.accepted_B, self.drafted_B)
+            DraftCounts("", self.accepted, self.drafted, self.blocks, None, self.accepted_B, self.drafted_B)
         except CountsError as error:
             raise ValueError(f"accepted: {error}") from error
         steps, blocks = len(self.accepted_B), self.blocks

@@ -23,8 +23,8 @@ from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.source import counted_alone
 from distill.engines.protocol.client import Answer
-from distill.engines.protocol.counters import ServerCounts, as_counts
-from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.counters import as_counts
+from distill.engines.protocol.counts import DraftCounts
 from distill.engines.protocol.engine import read_counts
 from distill.run.heldout_set import HeldoutSet
 from distill.run.readback_record import ReadbackRecord, load_readback
@@ -142,7 +142,7 @@ def test_mistakes_are_one_line(served: Callable[..., FakeEngine], asked: dict[st
 def test_calls_without_a_draft_count_in_tau() -> None:
     """11 tokens: the prefill's, 4 blocks that accept 3, and 3 calls in which n-grams found nothing."""
     texts = [HeldoutResponse(str(number), "", [1], [], []) for number in range(2)]
-    counts = RequestCounts("vllm", 3, 12, 4, 3)
+    counts = DraftCounts("vllm", 3, 12, 4, 3)
     answers = [Answer(text.key, list(range(11)), "", False, 1.0, counts, 11, {}) for text in texts]
     found = counted_alone(Replies(DecodeSettings(), texts, answers), None)
     assert found.counted.tau == pytest.approx(10 / 7)
@@ -150,15 +150,15 @@ def test_calls_without_a_draft_count_in_tau() -> None:
     assert "43%" in found.notes[-1]
     sums = replace(
         Replies(DecodeSettings(), texts, [replace(one, counts=None) for one in answers]),
-        server=ServerCounts("vllm", 6, 24, 8, (4, 2), 22),
+        server=DraftCounts("vllm", 6, 24, 8, accepted_G=(4, 2), tokens=22),
     )
     assert counted_alone(sums, None).counted.tau == pytest.approx(10 / 7)
 
 
 def test_counts_between_two_scrapes_are_read_as_those_of_a_request() -> None:
-    found = read_counts(as_counts(ServerCounts("vllm", 6, 15, 5, (3, 2, 1), 12)))
-    assert found == RequestCounts("vllm", 6, 15, 5, 3, histogram=(2, 1, 1, 1))
-    assert as_counts(ServerCounts("sglang", 6, None, 5)) == {}
+    found = read_counts(as_counts(DraftCounts("vllm", 6, 15, 5, accepted_G=(3, 2, 1), tokens=12)))
+    assert found == DraftCounts("vllm", 6, 15, 5, 3, histogram=(2, 1, 1, 1))
+    assert as_counts(DraftCounts("sglang", 6, None, 5)) == {}
 
 
 def test_survival_intervals_cover_the_estimate() -> None:

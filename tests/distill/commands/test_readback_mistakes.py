@@ -23,7 +23,7 @@ from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol import client as engine_client
 from distill.engines.protocol.client import Answer
-from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.counts import DraftCounts
 from distill.engines.protocol.engine import engine_in
 from distill.export.load_table import GAMMA_WITHOUT_VERDICT
 from distill.faults import Interrupted
@@ -168,7 +168,7 @@ def counted_of(accepted: list[list[int]], drafted: list[list[int]], tokens: int,
     answers = []
     for kept, tried in zip(accepted, drafted, strict=True):
         blocks = (len(kept), None, tuple(kept), tuple(tried)) if engine == "vllm" else (None, None)
-        counts = RequestCounts(engine, sum(kept), sum(tried), *blocks)
+        counts = DraftCounts(engine, sum(kept), sum(tried), *blocks)
         answers.append(Answer("", [5] * tokens, "", False, 1.0, counts, tokens, {}))
     texts = [HeldoutResponse("", "", [1], [5] * tokens, [0.0] * tokens) for _ in answers]
     named = engine_in("vLLM" if engine == "vllm" else engine)
@@ -184,7 +184,7 @@ def test_llama_cpps_gamma_is_read_whatever_was_asked_for(gamma: int) -> None:
 
 
 def test_llama_cpps_answer_without_counts_was_not_drafted() -> None:
-    counts = RequestCounts("llama.cpp", 10, 30, None, None)
+    counts = DraftCounts("llama.cpp", 10, 30, None, None)
     answers = [Answer("", [5] * 21, "", False, 1.0, counts, 21, {}), Answer("", [5] * 3, "", True, 1.0, None, 3, {})]
     texts = [HeldoutResponse("", "", [1], [5] * one.tokens, [0.0] * one.tokens) for one in answers]
     counted = count(Replies(DecodeSettings(), texts, answers, engine=engine_in("llama.cpp")), GAMMA)

@@ -27,7 +27,7 @@ from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import check_speed, seen_in
 from distill.config.layout import ENGINE_COSTS, VERDICT
 from distill.engines.protocol.client import Answer, EngineClient
-from distill.engines.protocol.counts import RequestCounts
+from distill.engines.protocol.counts import DraftCounts
 from distill.export.load_table import gamma_plan
 from distill.report.measured import engine_parts
 from distill.report.page import write_page
@@ -152,7 +152,7 @@ def test_only_the_engine_that_was_timed_gets_its_gammas() -> None:
 def asked(seconds: float, blocks: int, tokens: int = 11, load: int = 4) -> Replies:
     """Eight answers of `tokens` tokens each; without the draft they take 0.14 s, as ten steps at four requests do."""
     kept = tokens - 1 - blocks
-    counts = RequestCounts("vllm", kept, 3 * blocks, blocks, 3)
+    counts = DraftCounts("vllm", kept, 3 * blocks, blocks, 3)
     own = [Answer(str(n), None, "", False, seconds * (0.9 + 0.2 * (n % 2)), counts, tokens, {}) for n in range(8)]
     plain = [replace(one, seconds=0.14, counts=None) for one in own]
     return Replies(None, [], own, plain)  # type: ignore[arg-type]
@@ -201,10 +201,10 @@ def test_the_log_of_each_engine_is_read(tmp_path: Path) -> None:
 def test_gamma_by_load_is_refused() -> None:
     """More tokens than blocks can give: the engine decoded without the draft at this load."""
     given = asked(0.1, 4)
-    few = [replace(one, counts=RequestCounts("vllm", 3, 3, 1, 3)) for one in given.answers]
+    few = [replace(one, counts=DraftCounts("vllm", 3, 3, 1, 3)) for one in given.answers]
     told = refused(check_speed, verdict_of(engine=costs_of()), 4, replace(given, answers=few), [], "sample")
     assert "at 4 requests steps were not drafted" in told
-    more = [replace(one, counts=RequestCounts("vllm", 6, 160, 4, 40)) for one in given.answers]
+    more = [replace(one, counts=DraftCounts("vllm", 6, 160, 4, 40)) for one in given.answers]
     told = refused(check_speed, verdict_of(engine=costs_of()), 4, replace(given, answers=more), [], "sample")
     assert "drafts 40 tokens; replay knows tau up to 3" in told
 

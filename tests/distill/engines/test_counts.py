@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distill.engines.protocol.counters import difference, parse_page
-from distill.engines.protocol.counts import CountsError, RequestCounts
+from distill.engines.protocol.counts import CountsError, DraftCounts
 from distill.engines.protocol.engine import counts_of, read_counts
 
 USAGE = {"usage": {"completion_tokens": 9}}
@@ -17,33 +17,33 @@ HISTOGRAM = {"spec_correct_drafts_histogram": [2, 0, 1, 1]}
 PERF = {"total_accepted_draft_tokens": 5, "total_draft_tokens": 12, "acceptance_rate": 5 / 12}
 
 
-ANSWERS: dict[str, tuple[Any, RequestCounts]] = {
+ANSWERS: dict[str, tuple[Any, DraftCounts]] = {
     "vllm-summary": (
         {"metrics": {"speculative_decoding": STATS}, **USAGE},
-        RequestCounts("vllm", 5, 12, 4, 3),
+        DraftCounts("vllm", 5, 12, 4, 3),
     ),
     "vllm-detailed": (
         {"metrics": {"speculative_decoding": STATS | DETAILS}, **USAGE},
-        RequestCounts("vllm", 5, 12, 4, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
+        DraftCounts("vllm", 5, 12, 4, 3, (3, 0, 2, 0), (3, 3, 3, 3), (2, 0, 1, 1)),
     ),
-    "sglang-first-names": ({"text": "", "meta_info": FIRST}, RequestCounts("sglang", 5, 12, 4)),
+    "sglang-first-names": ({"text": "", "meta_info": FIRST}, DraftCounts("sglang", 5, 12, 4)),
     "sglang-between": (
         {"meta_info": {"spec_verify_ct": 4, "spec_accepted_drafts": 5, "spec_proposed_drafts": 12}},
-        RequestCounts("sglang", 5, 12, 4),
+        DraftCounts("sglang", 5, 12, 4),
     ),
     "sglang-choice": (
         {"choices": [{"meta_info": LAST | HISTOGRAM}]},
-        RequestCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
+        DraftCounts("sglang", 5, 12, 4, histogram=(2, 0, 1, 1)),
     ),
-    "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, RequestCounts("sglang", 5, 12, 4)),
-    "sglang-verify-calls-alone": ({"meta_info": {"spec_verify_ct": 4}}, RequestCounts("sglang", None, None, 4)),
+    "sglang-sglext": ({"sglext": {"spec_tokens_details": LAST}, **USAGE}, DraftCounts("sglang", 5, 12, 4)),
+    "sglang-verify-calls-alone": ({"meta_info": {"spec_verify_ct": 4}}, DraftCounts("sglang", None, None, 4)),
     "llama.cpp": (
         {"choices": [{}], "timings": {"draft_n": 12, "draft_n_accepted": 5, "predicted_n": 9}},
-        RequestCounts("llama.cpp", 5, 12, None),
+        DraftCounts("llama.cpp", 5, 12, None),
     ),
     "tensorrt-llm": (
         {"choices": [{"request_perf_metrics": {"speculative_decoding": PERF}}], **USAGE},
-        RequestCounts("tensorrt-llm", 5, 12, None),
+        DraftCounts("tensorrt-llm", 5, 12, None),
     ),
 }
 
@@ -175,4 +175,5 @@ def test_the_counters_of_other_engines() -> None:
     )
     found = counted(sglang)
     assert (found.engine, found.blocks, found.drafted, found.accepted) == ("sglang", 4, None, 5)
+    assert counted(sglang.replace("} 4", "} 0")).blocks == 0
     assert counted("up 1\n") is None
