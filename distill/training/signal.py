@@ -47,7 +47,8 @@ def open_signal_store(
 def require_signal(config: RunConfig) -> None:
     """Raise UserError, before any prompt is answered, if the run wants a stored signal and has none at all."""
     store = SignalStore(config.folder / RESPONSES / TRAINING)
-    if config.signal.source == "store" and config.data.mix.target and not any(store.folder.glob("topk-*")):
+    wanted = config.signal.source == "store" and not config.only_ce and config.data.mix.target
+    if wanted and not any(store.folder.glob("topk-*")):
         raise UserError(f"{store.folder}: signal.source is store, but none is there; run {store.again} first")
 
 

@@ -98,10 +98,10 @@ def read_answers(path: Path) -> AcceptanceLog:
             label = str(row["domain"])
         except (ValueError, RecursionError, LookupError, TypeError) as error:
             raise UserError(f"{path}:{number}: {error}; give the answers of a readback, RUN/{ANSWERS}") from None
-        if counts is None or not counts.drafted:
+        if counts is None or not counts.drafted or counts.accepted is None:
             idle += 1
         else:
-            records.append(AcceptanceRecord(counts.drafted, counts.accepted or 0, counts.blocks, label))
+            records.append(AcceptanceRecord(counts.drafted, counts.accepted, counts.blocks, label))
     if not records:
         raise UserError(f"--log {path}: no answer with drafted tokens; give the answers of a readback, RUN/{ANSWERS}")
     return AcceptanceLog(records, False, [f"{idle} answers have no drafted tokens and are skipped"] * bool(idle))

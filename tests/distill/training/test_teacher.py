@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import perturbed, tiny_model
-from tiny_training import TOKENS, examples_of
+from tiny_training import TOKENS, examples_of, run_config
 from torch import Tensor
 
 from data.batches.collate import Batch, collate, collate_packed
@@ -17,6 +17,7 @@ from data.signals.columns import RELATIVE_ERROR
 from data.signals.signal import DenseSignal, TopKSignal
 from data.signals.store import SignalStore, signal_manifest
 from distill.training import teacher as teacher_module
+from distill.training.signal import require_signal
 from distill.training.teacher import (
     CapturingTeacher,
     StoredTeacher,
@@ -245,3 +246,12 @@ def test_prompts_are_captured_beside_the_responses(tmp_path: Path) -> None:
     assert not batch.answers_R.all()
     captured, _ = capturing(tmp_path / "answers")
     assert same(both.signal(batch).rows(batch.answers_R), captured.signal(batch_of(3, 0, 5)))
+
+
+def test_only_an_objective_that_reads_the_signal_requires_a_stored_one(tmp_path: Path) -> None:
+    def required(loss: str) -> None:
+        require_signal(run_config(tmp_path, signal={"source": "store"}, loss={"name": loss}))
+
+    required("ce")
+    with pytest.raises(UserError, match="is store, but none is there"):
+        required("forward_kl")
