@@ -46,7 +46,7 @@ class Loads:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(ScoredDrafts):
-    """judged: by candidate, live or by replay alone. responses: of the live run of the last candidate. timing: at one request.
+    """judged: by draft, live or by replay alone. responses: of the live run of the last draft. timing: at one request.
     loads: at more. Without the target's weights responses, timing, loads and costs are empty.
     """
 
@@ -72,14 +72,14 @@ class Evidence(ScoredDrafts):
         return [] if self.timing is None else [self.timing, *self.loads.timings]
 
     def own_scores(self, name: str) -> list[TokenScores]:
-        """A candidate's scores on the text of the run's own rule."""
+        """A draft's scores on the text of the run's own rule."""
         return self.scores[self.setup.rule][name]
 
 
 def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Path | None = None) -> Evidence:
     """Judge every draft of a `score_and_time` live, and time every way at one request and at each of judge.load.
 
-    ``log``: for the proposals of the last candidate.
+    ``log``: for the proposals of the last draft.
     """
     scores, drafts = scored.scores[setup.rule], scored.drafts
     judged: dict[str, Judgement] = {}

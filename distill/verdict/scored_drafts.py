@@ -60,9 +60,9 @@ FEW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDrafts:
-    """The drafts to judge, with scores and step times. The last candidate is the draft in question.
+    """The drafts to judge, with scores and step times. The last one is the draft in question.
 
-    scores: by rule and candidate. costs: by candidate. Both also have the `others`, variants of the draft in question: its other way
+    scores: by rule and draft. costs: by draft. Both also have the `others`, variants of the draft in question: its other way
     of drafting if it has one (the slower one by replay and step times), under a name of `WAYS`, and the quantized draft.
     """
 
@@ -91,9 +91,9 @@ def score_all(setup: JudgingSetup, drafts: Sequence[NamedDraft]) -> dict[Rule, d
 def score_and_time(
     setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[NamedDraft], lighter: NamedDraft | None = None
 ) -> ScoredDrafts:
-    """Score every draft and time its steps; a last candidate that can draft both ways continues in the faster one.
+    """Score every draft and time its steps; a last draft that can draft both ways continues in the faster one.
 
-    lighter: the quantized last candidate, which drafts the same way.
+    lighter: the quantized last draft, which drafts the same way.
     """
     best = drafts[-1]
     ways = [replace(best, name=WAYS[draft.drafting], draft=draft) for draft in drafts_of(best.draft.model)]
@@ -161,7 +161,7 @@ def free_ways(
 
 
 def costs_of(setup: JudgingSetup, target: PreTrainedModel, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]:
-    """Stage times of every candidate at a typical length of the text; drafts of the same shape are measured once."""
+    """Stage times of every draft at a typical length of the text; drafts of the same shape are measured once."""
     by_shape: dict[Any, StepCosts] = {}
     costs, typical = {}, typical_length(setup.heldout)
     for draft in reversed(drafts):

@@ -54,9 +54,9 @@ def verdict_of(
     self_checks: dict[str, Any],
     learned: Measured | None = None,
 ) -> Verdict:
-    """Make the verdict from evidence alone: the last candidate compared with the undistilled and the served draft, if any.
+    """Make the verdict from evidence alone: the last draft compared with the undistilled and the served draft, if any.
 
-    `seconds` is left empty. checkpoints: every judged one, from which the last candidate was picked. learned: its `training_row`.
+    `seconds` is left empty. checkpoints: every judged one, from which the last draft was picked. learned: its `training_row`.
     """
     setup, best = evidence.setup, evidence.judged[evidence.best.name]
     costs = evidence.best_costs
