@@ -92,7 +92,7 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
         "-m",
         "gpu",
         "-n",
-        "1" if place.tiny else "5",
+        "0" if place.tiny else "5",
         "-p",
         "no:cacheprovider",
         *files[: 1 if place.tiny else None],
