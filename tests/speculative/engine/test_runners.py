@@ -54,7 +54,7 @@ def test_recorded_calls_give_the_tokens_of_plain_ones(recorded, kind, batch_size
     draft, prompts = perturbed(target), PROMPTS if batch_size > 1 else PROMPTS[4:]
     settings = [(GREEDY, "greedy"), (SamplingSettings(1.0), "sample"), (SamplingSettings(1.0), "block")]
     for sampling, rule in settings:
-        asked = DecodeSettings(sampling, 3, Rule.named(rule), max_tokens=24, eos_ids=(5, 9))
+        asked = DecodeSettings(sampling, 3, Rule.named(rule), max_tokens=16, eos_ids=(5, 9))
         plain, _ = decode(target, ModelDrafter(draft), prompts, asked, batch_size=batch_size)
         for policy in (None, HearsSeconds(3)):
             static, timing = decode(
