@@ -92,7 +92,7 @@ def first_batch(folder: Path, target: Target) -> StoredRows:
     data = RunData(run, target)
     data.prompts = sets
     rows = data.training
-    batches = make_batches(run, target, sets.train, rows.examples)
+    batches = make_batches(run, rows.examples)
     batches.micro_batch_size = 32
     window = batches.micro_batches(0)
     assert sum(batch.labels_R.numel() for batch in window) == config.train.batch_size * RESPONSE_TOKENS

@@ -10,16 +10,18 @@ from distill.faults import exit_status
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import uvicorn
+from transformers import PreTrainedModel
 
 from distill.config.target import TargetConfig
 from distill.models.draft import load_draft
@@ -58,7 +60,8 @@ class StubEngine(ServedEngine):
 
     def __init__(
         self,
-        target: Target,
+        target: PreTrainedModel,
+        tokenizer: Any,
         drafter: Drafter | None,
         gamma: int,
         rule: str,
@@ -68,7 +71,7 @@ class StubEngine(ServedEngine):
         withheld: Sequence[int] = (),
     ) -> None:
         super().__init__(name, gamma if drafter is not None else 0)
-        self.target, self.tokenizer, self.drafter = target.model, target.tokenizer, drafter
+        self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.rule, self.batch_size = rule, batch_size
         self.eos_ids, self.withheld = end_token_ids(self.target), frozenset(withheld)
         self._jobs: list[Job] = []
@@ -225,8 +228,9 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(words)[0]
 
 
-def open_engine(options: argparse.Namespace) -> StubEngine:
-    """Load target and draft.
+@contextlib.contextmanager
+def open_engine(options: argparse.Namespace) -> Iterator[StubEngine]:
+    """The engine with target and draft.
 
     Raises:
         UserError: a missing or incompatible model.
@@ -239,15 +243,19 @@ def open_engine(options: argparse.Namespace) -> StubEngine:
         drafter = Draft(load_draft(drafting["model"], target), way).drafter()
     rule = "sample" if drafting.get("draft_sample_method") == "probabilistic" else "greedy-draft"
     gamma = drafting.get("num_speculative_tokens", 0)
-    return StubEngine(target, drafter, gamma, rule, name=options.target, batch_size=options.max_num_seqs)
+    with target.loaded() as model:
+        yield StubEngine(
+            model, target.tokenizer, drafter, gamma, rule, name=options.target, batch_size=options.max_num_seqs
+        )
 
 
 def run(words: Sequence[str]) -> int:
     """Serve a pair of models until interrupted."""
     options = options_of(words)
     try:
-        pages = Pages(open_engine(options)).app()
-        uvicorn.run(pages, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=2)
+        with open_engine(options) as engine:
+            app = Pages(engine).app()
+            uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=2)
     except (Exception, KeyboardInterrupt) as error:
         return exit_status(error)
     return 0

@@ -47,13 +47,14 @@ def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | No
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
     ranks.claim()
     target = Target(config.target, ranks.device, ranks.folder)
-    preflight(ranks, target)
-    data = RunData(ranks, target)
-    ranks.say(data.prompts.report)
-    rows = data.training
-    assert data.heldout
-    ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
-    facts = _signal(ranks, rows, target) if wanted else None
+    with target.single_load():
+        preflight(ranks, target)
+        data = RunData(ranks, target)
+        ranks.say(data.prompts.report)
+        rows = data.training
+        assert data.heldout
+        ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
+        facts = _signal(ranks, rows, target) if wanted else None
     ranks.end()
     return facts
 

@@ -5,12 +5,13 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from transformers import PreTrainedModel
 
 from data.batches.examples import as_examples
 from data.responses.store import StoredRows
@@ -32,6 +33,7 @@ from distill.run.session import check_instrument, preflight
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
+from distill.training.rollouts import Rollouts
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, shards_of
 from distill.training.signal import make_teacher, require_signal
 from distill.training.teacher import CapturingTeacher, Teacher
@@ -39,7 +41,6 @@ from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
 from distill.verdict.conclusion import conclude_run
 from distill.verdict.judge import DraftJudge, require_served
-from speculative.decoder.responses import DecodeSettings
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
 from speculative.measure.self_checks import SelfCheckError
@@ -86,8 +87,27 @@ def distil(run: Run) -> None:
     config = run.config
     require_signal(config)
     target = Target(config.target, run.device, run.folder)
-    preflight(run, target)
-    data = RunData(run, target)
+    sharded = config.target.shard and run.ranks > 1 and config.signal.source == "online"
+    used = config.signal.source != "store" and (config.own_words or not config.only_ce)
+    # A target that no step uses as a whole leaves the memory before training; a judge that decodes loads it for that.
+    with target.single_load() if used and not sharded else nullcontext():
+        with target.single_load():
+            preflight(run, target)
+            data = RunData(run, target)
+            student, rows, judge, checks = prepared(data)
+        with nullcontext(shards_of(run, target)) if sharded else target.loaded() if used else nullcontext() as model:
+            judge_all(new_trainer(data, student, rows, model), judge)
+        # Free the training state, which is in the checkpoints, to make room for the target.
+        del model
+        run.accelerator.free_memory()
+        gc.collect()
+        conclude_run(data, dict(checks))
+    run.wait()
+
+
+def prepared(data: RunData) -> tuple[Any, StoredRows | None, DraftJudge, Mapping[str, Any]]:
+    """(student, responses to train on, judge, results of the self-checks). Purely on-policy training uses no responses."""
+    run, target, config = data.run, data.target, data.run.config
     run.say(data.prompts.report)
     # Report config and student errors before the long work of generating responses.
     require_served(
@@ -105,23 +125,9 @@ def distil(run: Run) -> None:
             checks = check_instrument(run, target, data.prompts.heldout, settings)
     if data.chosen_by_text:
         student = first_student(data)
-    learn(data, student, settings)
-    # Free the training state, which is in the checkpoints, to make room for the target.
-    run.accelerator.free_memory()
-    gc.collect()
-    conclude_run(data, dict(checks))
-    run.wait()
-
-
-def learn(data: RunData, student: Any, settings: DecodeSettings) -> None:
-    """Train the student on the target's responses. Each checkpoint is judged and the best is kept."""
-    run, target, config = data.run, data.target, data.run.config
-    # Generated while the target is in memory. Purely on-policy training does not use them.
     rows = data.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
-    judge = DraftJudge(run, settings, target, data.heldout, drafting)
-    with during_training(run, target):
-        judge_all(new_trainer(data, student, rows), judge)
+    return student, rows, DraftJudge(run, settings, target, data.heldout, drafting), checks
 
 
 def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
@@ -135,19 +141,8 @@ def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
             break
 
 
-def during_training(run: Run, target: Target) -> AbstractContextManager[None]:
-    """How the target is held during training: whole on its device, sharded over the ranks, or not in memory."""
-    config = run.config
-    if config.target.shard and run.ranks > 1 and config.signal.source == "online":
-        target.release()
-        return target.sharded(shards_of(run, target))
-    if config.signal.source == "store" or (config.only_ce and not config.own_words):
-        target.release()  # steps do not use the target; a judge that decodes loads it for that
-    return nullcontext()
-
-
-def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer:
-    """Make the trainer of a student: objective, teacher, batches."""
+def new_trainer(data: RunData, student: Any, rows: StoredRows | None, model: PreTrainedModel | None) -> Trainer:
+    """Make the trainer of a student: objective, teacher, batches. ``model``: the target, where steps use it."""
     run, target, config = data.run, data.target, data.run.config
     module = DraftModule(student, make_objective(config), make_survival(config.student.parallel))
     if config.train.compile:
@@ -158,7 +153,7 @@ def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer
         + f"draft {sum(parameter.numel() for parameter in module.parameters()):,}"
     )
     examples = rows.examples if rows is not None else as_examples(())
-    teacher = make_teacher(run, target, examples)
+    teacher = make_teacher(run, target.facts, model, examples)
     online = teacher.teacher if isinstance(teacher, CapturingTeacher) else teacher
     online = online if isinstance(online, Teacher) else None
     if config.train.packing is not None:
@@ -166,7 +161,10 @@ def new_trainer(data: RunData, student: Any, rows: StoredRows | None) -> Trainer
         for split in (SplitModel(module.inner), *([] if online is None else [online.split])):
             check_packing(split)
     mask_token = mask_token_of(module.inner.config) if module.survival is not None else None
-    batches = make_batches(run, target, data.prompts.train, examples, teacher, mask_token)
+    rollouts = (
+        Rollouts(run, model, target.tokenizer, data.prompts.train) if model is not None and config.own_words else None
+    )
+    batches = make_batches(run, examples, rollouts, teacher, mask_token)
     # A sharded target needs all ranks together, but each rank runs its own number of trial steps.
     alone = None if config.target.shard else online
     run.wait()  # Trial steps need all ranks, and ranks load their models at different speeds.

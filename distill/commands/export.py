@@ -74,7 +74,8 @@ def check_export(options: ExportOptions, exported: Path) -> int:
         raise UserError(f"{options.run}: no run (a directory with config.yaml); --check needs its held-out prompts")
     config = load_trusted(run / CONFIG, options.trust_remote_code)
     gamma = read_export(exported)[1].gamma
-    found = outside_check(open_pair(config, str(exported), CHECKED_PROMPTS), exported, gamma)
+    with open_pair(config, str(exported), CHECKED_PROMPTS) as pair:
+        found = outside_check(pair, exported, gamma)
     broken, notes = check_pair(config.target.path, str(exported), trusted=config.target.trust_remote_code)
     print(*outside_check_lines(found, gamma), *broken, *notes, sep="\n")
     return 0 if found.agrees else 1

@@ -51,8 +51,8 @@ def held_out_completions(run: Path, verdict: Verdict, trusted: bool) -> list[Pan
     Raises UserError: the run is not finished, or its target is missing.
     """
     config = load_trusted(run / CONFIG, trusted)
-    pair = open_pair(config, str(best_student(run)), config.judge.prompts)
-    settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
-    drafter = Draft(pair.draft, verdict.drafts[-1].drafting).drafter()
-    responses, _ = decode(pair.target.model, drafter, pair.keyed[:SHOWN_PROMPTS], settings)
+    with open_pair(config, str(best_student(run)), config.judge.prompts) as pair:
+        settings = replace(pair.settings.under(config.judge_rule, config.judge.gamma), seed=config.seed + 2)
+        drafter = Draft(pair.draft, verdict.drafts[-1].drafting).drafter()
+        responses, _ = decode(pair.model, drafter, pair.keyed[:SHOWN_PROMPTS], settings)
     return [marked_completion(pair.target.tokenizer, response) for response in responses]

@@ -158,15 +158,14 @@ class OutsideCheck:
 
 def outside_check(pair: Pair, exported: Path, gamma: int) -> OutsideCheck:
     """Run greedy decoding with the exported draft in transformers and in our decoder, on the same prompts."""
-    target = pair.target
     theirs = check_with_transformers(
-        target.model,
+        pair.model,
         exported,
         [prompt.prompt_ids for prompt in pair.prompts],
         pair.settings.max_tokens,
         gamma,
-        trust_remote_code=target.config.trust_remote_code,
+        trust_remote_code=pair.target.config.trust_remote_code,
     )
     settings = pair.settings.at_temperature_0(gamma)
-    ours = live_metrics(decode(target.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
+    ours = live_metrics(decode(pair.model, ModelDrafter(pair.draft), pair.keyed, settings)[0], gamma)
     return OutsideCheck(theirs, ours["tau"], ours["tau_ci"])

@@ -54,7 +54,7 @@ class TargetFacts:
 
 
 class Target:
-    """The target model: the tokenizer is loaded at once, weights on first use. Its facts are stored in the run."""
+    """The target model: the tokenizer is loaded at once, weights in a block of `loaded`. Its facts are stored in the run."""
 
     def __init__(
         self, config: TargetConfig, device: torch.device, run: Path | None = None, what: str = "target.path"
@@ -67,91 +67,69 @@ class Target:
         find_model(what, config.path)
         self._how: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         self.tokenizer = load_tokenizer(config.path, **self._how)
-        self._model: PreTrainedModel | None = None  # the whole target
-        self._shards: PreTrainedModel | None = None
         self._run = run
+        self._model: PreTrainedModel | None = None
+        self._blocks = 0  # open ones, of which the last to end frees the weights
         self._facts = self._known_facts()
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The target on its device, loaded if it is not in memory and kept until `release`; UserError if it cannot be loaded."""
+    @contextlib.contextmanager
+    def loaded(self, on_host: bool = False) -> Iterator[PreTrainedModel]:
+        """The whole target inside the block: on its device, where blocks inside each other share it.
+
+        ``on_host``: to read weights from, not to run it; in host memory if it is not on its device.
+
+        Raises UserError: it cannot be loaded, or is another one than that of the stored facts.
+        """
+        with self.single_load():
+            if self._model is None and not on_host:
+                self._model = self._load(self.device)
+            yield self._load(None) if self._model is None else self._model
+
+    @contextlib.contextmanager
+    def single_load(self) -> Iterator[None]:
+        """Blocks of `loaded` in this block share one load; nothing is loaded before the first of them."""
+        self._blocks += 1
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            if not self._blocks:
+                self._model = None
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _load(self, device: torch.device | None) -> PreTrainedModel:
         if self.config.endpoint is not None:
             raise UserError(
                 f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them; leave target.endpoint out"
             )
-        if self._shards is not None:
-            return self._shards
-        if self._model is None:
-            dtype = dtype_of(self.config.dtype, self.device)
-            spread = self.config.device_map
-            if spread is not None and PartialState().num_processes > 1:
-                raise UserError(
-                    f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start "
-                    "one process (`understudy respond`), then train on several from signal.source: store with judge.live: never"
-                )
-            model = load_model(
-                self._what, self.config.path, dtype=dtype, device=self.device, device_map=spread, **self._how
-            )
-            self._model = model
-            known = self._facts
-            if known is not None and (self._fingerprint(model), _name(model.dtype)) != (known.fingerprint, known.dtype):
-                self._model = None
-                raise UserError(
-                    f"{self.config.path}: its weights, config or dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
-                    "another name, or delete its folder"
-                )
-        return self._model
-
-    def on_host(self) -> PreTrainedModel:
-        """Return the target in host memory, to read weights from, not to run it. The caller owns it."""
-        if self._model is not None:
-            return self._model
         dtype = dtype_of(self.config.dtype, self.device)
-        return load_model(self._what, self.config.path, dtype=dtype, **self._how)
-
-    @contextlib.contextmanager
-    def sharded(self, shards: PreTrainedModel) -> Iterator[None]:
-        """Inside the block, `model` is these shards of the target instead of the whole, outside of `loaded`."""
-        self._shards = shards
-        try:
-            yield
-        finally:
-            self._shards = None
-            self.release()
-
-    @contextlib.contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Inside the block, `model` is the whole target. If it was not in memory, its first use loads it, and the end releases it.
-
-        Raises UserError: it does not fit in memory.
-        """
-        if self._model is not None:
-            yield
-            return
-        shards, self._shards = self._shards, None
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
+        if device is None:
+            return load_model(self._what, self.config.path, dtype=dtype, **self._how)
+        spread = self.config.device_map
+        if spread is not None and PartialState().num_processes > 1:
             raise UserError(
-                f"judge.live: checkpoint loads the whole target {self.config.path} to decode with it, and it does not fit in memory "
-                f"beside the training state ({str(error).splitlines()[0]}); set judge.live: end"
-            ) from error
-        finally:
-            self._shards = shards
-            self.release()
-
-    def release(self) -> None:
-        """Free the weights; the next use of `model` loads them again."""
-        self._model = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+                f"target.device_map: {spread} gives one process all GPUs, and {PartialState().num_processes} were started; start "
+                "one process (`understudy respond`), then train on several from signal.source: store with judge.live: never"
+            )
+        model = load_model(self._what, self.config.path, dtype=dtype, device=device, device_map=spread, **self._how)
+        facts = self._facts
+        if facts is not None and (self._fingerprint(model), _name(model.dtype)) != (facts.fingerprint, facts.dtype):
+            raise UserError(
+                f"{self.config.path}: its weights, config or dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
+                "another name, or delete its folder"
+            )
+        return model
 
     @property
     def facts(self) -> TargetFacts:
-        """Facts of the target; the weights are loaded if no facts are stored."""
+        """Facts of the target; the weights are loaded for them if no facts are stored."""
         if self._facts is None:
-            served = self.config.endpoint is not None
-            self._facts = self._endpoint_facts() if served else self._found_facts(self.model)
+            if self.config.endpoint is not None:
+                self._facts = self._endpoint_facts()
+            else:
+                with self.loaded() as model:
+                    self._facts = self._facts_of(model)
         return self._facts
 
     @property
@@ -172,7 +150,7 @@ class Target:
         if not (others and (self._run / RESPONSES).exists()):
             write_json(self._run / TARGET_FACTS, asdict(self.facts) | {"asked": self._asked()})
 
-    def _found_facts(self, model: PreTrainedModel) -> TargetFacts:
+    def _facts_of(self, model: PreTrainedModel) -> TargetFacts:
         limit = max_positions(model.config)
         saved = saved_dtype(self.side.config)
         self._refuse_no_numbers(model)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -40,8 +41,6 @@ def first_student(data: RunData, trial: bool = False) -> Any:
     if trial and not run.main:
         return None
     wants_weights = config.student.init == "carved" or config.student.embeddings == "target"
-    read = target.on_host if config.target.shard else lambda: target.model
-    source: Any = read() if wants_weights else target.side
     path, folder = run.folder / STUDENT_NOTES, run.folder / FIRST_STUDENT
     texts: list[list[int]] = [list(data.prompts.heldout[0].prompt_ids) * 2]
     rows = data.training if data.chosen_by_text and not trial else None
@@ -49,7 +48,7 @@ def first_student(data: RunData, trial: bool = False) -> Any:
         # Every n-th row, so that all domains are represented.
         texts = [list(row.input_ids) for row in rows[:: max(1, len(rows) // CALIBRATION_TEXTS)]][:CALIBRATION_TEXTS]
 
-    def made(notes: dict[str, Any]) -> Any:
+    def made(source: Any, notes: dict[str, Any]) -> Any:
         student = make_student(
             config.student,
             source,
@@ -69,8 +68,9 @@ def first_student(data: RunData, trial: bool = False) -> Any:
         return with_adapters(student, config.student.lora)
 
     notes = dict[str, Any]()
-    with phase("making the draft"):
-        student = made(notes)
+    weights = target.loaded(on_host=config.target.shard) if wants_weights else nullcontext(target.side)
+    with phase("making the draft"), weights as source:
+        student = made(source, notes)
     if run.main and notes and not trial and not path.exists():
         write_json(path, notes)
         run.say(f"student: {path} lists what was measured and chosen")

@@ -188,7 +188,8 @@ class RunData:
 
         if not run.seen(whole):  # The folder must exist before another rank writes into it.
             if self.target.config.endpoint is None:
-                respond(store, plan, self.target.model, settings, batch_size=self.run.config.serving.batch_size)
+                with self.target.loaded() as model:
+                    respond(store, plan, model, settings, batch_size=self.run.config.serving.batch_size)
             else:
                 self.target.endpoint.respond(store, plan, settings)
             run.wait()

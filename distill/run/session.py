@@ -1,7 +1,8 @@
 """Steps that every program starts with: open prompts and a target-draft pair, and run the self-checks."""
 
+import contextlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +66,11 @@ def context_limit(*limits: int | None) -> int:
 class Pair:
     """A target with its draft, as they would be served, and held-out prompts that fit both.
 
-    `context`: maximum tokens of prompt and response for both. `settings`: plain decoding at the serving settings.
+    `model`: the target's weights. `context`: maximum tokens of prompt and response for both. `settings`: plain decoding at the serving settings.
     """
 
     target: Target
+    model: PreTrainedModel
     draft: PreTrainedModel
     context: int
     prompts: list[RenderedPrompt]
@@ -80,8 +82,9 @@ class Pair:
         return [(prompt.prompt_id, prompt.prompt_ids) for prompt in self.prompts]
 
 
-def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule | None = None) -> Pair:
-    """Open a config's target, a draft for it and its first held-out prompts by content hash.
+@contextlib.contextmanager
+def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule | None = None) -> Iterator[Pair]:
+    """A config's target, a draft for it and its first held-out prompts by content hash.
 
     UserError: a rule against the temperature, a target at a server, a draft that is missing or of another vocabulary, no prompts.
     """
@@ -91,13 +94,13 @@ def open_pair(config: RunConfig, path: str, prompts: int, rule: Rule | None = No
     if prompts < 1:
         raise UserError(f"--prompts {prompts}: give at least 1")
     target = Target(config.target, new_accelerator().device)
-    draft = served_draft(path, target)
-    positions = (max_positions(model.config) for model in (target.model, draft))
-    context = context_limit(*positions, config.data.context_length)
-    tokenizer = dated_tokenizer(target, config.folder)
-    limits, rows = (context, config.serving.max_tokens, prompts), target.facts.vocab_rows
-    heldout = load_heldout(config.data, tokenizer, *limits, folder=config.folder, vocab_rows=rows)
-    return Pair(target, draft, context, heldout, decode_settings(config.serving, config.seed, target))
+    with target.loaded() as model:
+        draft = served_draft(path, target)
+        context = context_limit(*(max_positions(side.config) for side in (model, draft)), config.data.context_length)
+        tokenizer = dated_tokenizer(target, config.folder)
+        limits, rows = (context, config.serving.max_tokens, prompts), target.facts.vocab_rows
+        heldout = load_heldout(config.data, tokenizer, *limits, folder=config.folder, vocab_rows=rows)
+        yield Pair(target, model, draft, context, heldout, decode_settings(config.serving, config.seed, target))
 
 
 def check_instrument(
@@ -110,7 +113,8 @@ def check_instrument(
 
     def checked() -> dict[str, object]:
         keyed = [(prompt.prompt_id, prompt.prompt_ids) for prompt in prompts[:CHECKED_PROMPTS]]
-        checks = self_checks(target.model, keyed, settings, batch_size=run.config.judge.batch_size)
+        with target.loaded() as model:
+            checks = self_checks(model, keyed, settings, batch_size=run.config.judge.batch_size)
         run.say(
             f"self-checks: target as its own draft alpha {checks['alpha_live']:.3f} live, {checks['alpha_replay']:.3f} replay; "
             f"speculative greedy = plain greedy on {checks['greedy_equal']}/{checks['prompts']} prompts"

@@ -15,13 +15,11 @@ from data.batches.collate import PADDING, Batch, Example, collate, collate_packe
 from data.batches.examples import Examples, as_examples
 from data.batches.mixture import Mixture, Pool
 from data.batches.packing import micro_batches, packed_micro_batches
-from data.responses.rendered import RenderedPrompt
 from distill.config.run import RunConfig
 from distill.config.sections import ParallelConfig
 from distill.loss.definitions import Objective
 from distill.loss.offsets import Survival, drawn_depths
 from distill.models.heads import SplitModel
-from distill.models.target import Target
 from distill.run.run import Run
 from distill.training.rollouts import CurrentDraft, Rollouts
 from distill.training.teacher import StoredTeacher, TeacherSource
@@ -203,24 +201,21 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
 
 def make_batches(
     run: Run,
-    target: Target,
-    prompts: Sequence[RenderedPrompt],
     examples: Examples | Sequence[Example],
+    rollouts: Rollouts | None = None,
     teacher: TeacherSource | None = None,
     mask_token: int | None = None,
 ) -> BatchSource:
-    """Make the source of micro-batches, with rollouts if `data.mix` has a share of them.
+    """Make the source of micro-batches.
 
-    ``teacher``: a stored one reads the records of the next step in advance. ``mask_token``: of a parallel draft.
+    ``rollouts``: if `data.mix` has a share of them. ``teacher``: a stored one reads the records of the next step in advance.
+    ``mask_token``: of a parallel draft.
 
     Raises UserError: sequences that are too long or contain the mask token.
     """
-    config, data, tokenizer, packing = run.config, run.config.data, target.tokenizer, run.config.train.packing
-    rollouts = None
-    if data.mix.student or data.mix.speculative:
-        rollouts = Rollouts(run, target.model, tokenizer, prompts)
-        if packing is not None and rollouts.longest > packing:
-            raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
+    config, packing = run.config, run.config.train.packing
+    if rollouts is not None and packing is not None and rollouts.longest > packing:
+        raise UserError(f"train.packing = {packing}: set it to at least {rollouts.longest}, for rollouts")
     if mask_token is not None and any(mask_token in examples[number].input_ids for number in range(len(examples))):
         raise UserError(
             f"student.parallel: a training sequence contains the draft's mask token {mask_token}; leave that text out"

@@ -6,6 +6,7 @@ modules become units, the precision, how the whole model is gathered, and how on
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -163,14 +164,17 @@ def shards_of(run: Run, target: Target) -> PreTrainedModel:
     """The released target with each decoder layer sharded over the ranks; every rank has the whole embeddings and head. All ranks call it.
 
     Only the main process reads the weights, into host memory, and sends each rank its shards, so no device holds the whole target.
-    Live judging loads the whole target after the shards are freed. All ranks must run the same number of forwards together.
+    All ranks must run the same number of forwards together.
 
     Raises UserError: an architecture without a list of layers; quantised weights.
     """
     if quantization_of(target.side.config) is not None:
         raise UserError("target.shard: quantised weights cannot be split; use target.device_map or a stored signal")
-    whole: PreTrainedModel | None = target.on_host() if run.main else None
+    with target.loaded(on_host=True) if run.main else nullcontext() as whole:
+        return _shards(run, whole)
 
+
+def _shards(run: Run, whole: PreTrainedModel | None) -> PreTrainedModel:
     def kind() -> tuple[Any, torch.dtype]:
         assert whole is not None
         return whole.config, whole.dtype

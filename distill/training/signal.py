@@ -1,6 +1,7 @@
 """Make the teacher of a run: the target itself, or the run's store of its probabilities."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -69,8 +70,8 @@ def fill(run: Run, store: SignalStore, target: Target, examples: Examples) -> No
     order = missing[np.argsort(-examples.lengths_N[missing].astype(np.int64), kind="stable")].tolist()
     mine = [order[start : start + size] for start in range(0, len(order), size)][rank::ranks]
     if mine:
-        teacher = CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
-        with phase("teacher signal", sum(map(len, mine))) as shown:
+        with target.loaded() as model, phase("teacher signal", sum(map(len, mine))) as shown:
+            teacher = CapturingTeacher(Teacher(model), store, config.loss.chunk_tokens)
             for indices in mine:
                 batch = collate([examples[index] for index in indices], indices=indices)
                 teacher.fill(batch.to(run.device))
@@ -87,18 +88,16 @@ def signal_line(signal: SignalConfig, facts: SignalFacts) -> str:
     )
 
 
-def make_teacher(run: Run, target: Target, examples: Examples | Sequence[Example]) -> TeacherSource | None:
+def make_teacher(run: Run, facts: TargetFacts, model: Any, examples: Examples) -> TeacherSource | None:
     """The target itself, its store, or the target asked once per sequence; None if no objective needs a target.
 
-    UserError: a store that is not complete, or of other settings.
+    ``model``: the target; None where steps read its store. UserError: a store that is not complete, or of other settings.
     """
     config = run.config
     if config.only_ce:
         return None
     signal = config.signal
     if signal.source == "online":
-        return Teacher(target.model)
-    store = open_signal_store(run, examples, target.facts, repair=signal.source == "capture")
-    if signal.source != "capture":
-        return StoredTeacher(store)
-    return CapturingTeacher(Teacher(target.model), store, config.loss.chunk_tokens)
+        return Teacher(model)
+    store = open_signal_store(run, examples, facts, repair=signal.source == "capture")
+    return StoredTeacher(store) if model is None else CapturingTeacher(Teacher(model), store, config.loss.chunk_tokens)

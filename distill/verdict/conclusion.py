@@ -4,11 +4,13 @@ import datetime
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from data.files import write_json
 from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, best_student, step_folder
@@ -87,31 +89,32 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
         looks=looks_of(records),
         decoding=decoding,
     )
-    drafts = _drafts(run, config.judge.served_paths, target, records[0], best)
-    if live:
-        lighter = None
-        if (how := config.export.quantize) is not None:
-            quantised = lighter_draft(load_model(DRAFT, drafts[-1].path), how, target)
-            lighter = replace(drafts[-1], name=f"{DRAFT} in {how}", draft=Draft(quantised))
-        scored = score_and_time(setup, target.model, drafts, lighter)
-        evidence = gather(setup, target, scored, log=run / PROPOSALS)
-    else:
-        if config.student.parallel:
-            drafts[-1] = replace(drafts[-1], draft=Draft(drafts[-1].draft.model, "parallel"))
-        # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
-        first = {} if config.student.parallel else {UNDISTILLED: records[0]}
-        evidence = gather_by_replay(setup, drafts, first | {DRAFT: best})
-    learned = training_row(setup, evidence.best)
-    verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, learned=learned)
-    result = findings_of(
-        evidence,
-        verdict,
-        target.tokenizer,
-        kind="run",
-        name=config.name,
-        seen=target if live else None,
-        trained_on=data.domains,
-    )
+    with target.loaded() if live else nullcontext() as model:
+        drafts = _drafts(run, config.judge.served_paths, target, records[0], best)
+        if model is not None:
+            lighter = None
+            if (how := config.export.quantize) is not None:
+                quantised = lighter_draft(load_model(DRAFT, drafts[-1].path), how, target)
+                lighter = replace(drafts[-1], name=f"{DRAFT} in {how}", draft=Draft(quantised))
+            scored = score_and_time(setup, model, drafts, lighter)
+            evidence = gather(setup, model, scored, log=run / PROPOSALS)
+        else:
+            if config.student.parallel:
+                drafts[-1] = replace(drafts[-1], draft=Draft(drafts[-1].draft.model, "parallel"))
+            # Checkpoints of a parallel draft are judged block by block, but the undistilled one would be served token by token.
+            first = {} if config.student.parallel else {UNDISTILLED: records[0]}
+            evidence = gather_by_replay(setup, drafts, first | {DRAFT: best})
+        learned = training_row(setup, evidence.best)
+        verdict = verdict_of(evidence, checkpoints=records, self_checks=self_checks, learned=learned)
+        result = findings_of(
+            evidence,
+            verdict,
+            target.tokenizer,
+            kind="run",
+            name=config.name,
+            seen=model,
+            trained_on=data.domains,
+        )
     about = {
         "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),
         "config": dump_config(config),
@@ -128,18 +131,18 @@ def write_conclusion(run: Path, result: Result) -> None:
     write_json(run / VERDICT, result.verdict.record())
 
 
-def _token_view(evidence: Evidence, target: Target) -> TokenView:
+def _token_view(evidence: Evidence, target: PreTrainedModel, tokenizer: Any) -> TokenView:
     """Some responses of the live run, spread over the domains."""
     of_prompt = {response.prompt: response.domain for response in evidence.setup.heldout}
     responses = evidence.responses or []
     domains = [of_prompt[tuple(response.prompt_ids)] for response in responses]
     chosen = spread_over(responses, domains, SHOWN_RESPONSES)
     return token_view(
-        target.model,
+        target,
         evidence.best.draft.model,
         [responses[index] for index in chosen],
         [domains[index] for index in chosen],
-        target.tokenizer,
+        tokenizer,
         evidence.setup.settings,
         name=evidence.best.name,
     )
@@ -165,10 +168,10 @@ def findings_of(
     *,
     kind: str,
     name: str,
-    seen: Target | None,
+    seen: PreTrainedModel | None,
     trained_on: list[str] | None = None,
 ) -> Result:
-    """The result without its provenance. seen: the target of a live run, whose weights are in memory. trained_on: domains of the training
+    """The result without its provenance. seen: the target of a live run. trained_on: domains of the training
     prompts; None when nothing was trained.
     """
     setup, best = evidence.setup, evidence.best.name
@@ -180,7 +183,7 @@ def findings_of(
         rule=setup.rule,
         pieces=pieces,
         best=best,
-        entropies=target_entropies(seen.model, setup.heldout) if seen else None,
+        entropies=target_entropies(seen, setup.heldout) if seen else None,
     )
     costs = evidence.best_costs
     worst = disagreements(
@@ -203,7 +206,7 @@ def findings_of(
         disagreements=worst,
         trained_on=trained_on,
         timed_prompts=_timed(evidence),
-        token_view=_token_view(evidence, seen) if seen else None,
+        token_view=_token_view(evidence, seen, tokenizer) if seen else None,
     )
 
 

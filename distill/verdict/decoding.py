@@ -105,9 +105,11 @@ class Decoding:
     def take_part(self) -> None:
         """Every other rank: decode a share of what the main process asks for, until its `end`."""
         assert self.run is not None
+        assert self.target is not None
         opened = functools.lru_cache(1)(self._open)  # jobs come draft by draft
-        while (job := self.run.seen(lambda: None)) is not None:
-            self._dealt(self.run, job, functools.partial(opened, job.draft))
+        with self.target.single_load():
+            while (job := self.run.seen(lambda: None)) is not None:
+                self._dealt(self.run, job, functools.partial(opened, job.draft))
 
     def end(self) -> None:
         """The main process: nothing more will be asked for, and what was kept of it is deleted."""
@@ -118,12 +120,13 @@ class Decoding:
     def _open(self, draft: tuple[str, Drafting] | None) -> tuple[PreTrainedModel, Draft | None]:
         assert self.run is not None
         assert self.target is not None
-        if draft is None:
-            return self.target.model, None
-        path, drafting = draft
-        if self.run.folder in Path(path).parents:
-            self.run.await_seen(Path(path).exists, Path(path))
-        return self.target.model, Draft(served_draft(path, self.target), drafting)
+        with self.target.loaded() as target:  # stays in the block of `take_part`
+            if draft is None:
+                return target, None
+            path, drafting = draft
+            if self.run.folder in Path(path).parents:
+                self.run.await_seen(Path(path).exists, Path(path))
+            return target, Draft(served_draft(path, self.target), drafting)
 
     @staticmethod
     def _dealt(run: Run, job: Job, pair: Callable[[], tuple[PreTrainedModel, Draft | None]]) -> list[Response]:

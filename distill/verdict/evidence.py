@@ -7,7 +7,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from distill.models.target import Target
 from distill.verdict.decoding import NamedDraft
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import (
@@ -76,7 +75,7 @@ class Evidence(ScoredDrafts):
         return self.scores[self.setup.rule][name]
 
 
-def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Path | None = None) -> Evidence:
+def gather(setup: JudgingSetup, target: PreTrainedModel, scored: ScoredDrafts, *, log: Path | None = None) -> Evidence:
     """Judge every draft of a `score_and_time` live, and time every way at one request and at each of judge.load.
 
     ``log``: for the proposals of the last draft.
@@ -87,22 +86,22 @@ def gather(setup: JudgingSetup, target: Target, scored: ScoredDrafts, *, log: Pa
     for draft in drafts:
         decoded = functools.partial(
             setup.decoding,
-            target.model,
+            target,
             draft,
             settings=setup.settings,
             batch_size=setup.judge.batch_size,
             log=log if draft is drafts[-1] else None,
         )
         record, responses = judge(
-            target.model, draft.draft, setup.heldout, setup.settings, scores=scores[draft.name], decoded=decoded
+            target, draft.draft, setup.heldout, setup.settings, scores=scores[draft.name], decoded=decoded
         )
         judged[draft.name] = record.model_copy(update={"step": draft.step})
-    ways, best = ways_of(setup, target.model, scored), drafts[-1].name
+    ways, best = ways_of(setup, target, scored), drafts[-1].name
     lossy = [draft.name for draft in ways if not draft.lossless]
     picked = [best, LOOKUP_DRAFT, *(draft.name for draft in scored.others), *setup.judge.ways, *lossy]
     with cpu_threads(setup.judge.speed_threads):
-        timing = with_waits(time_ways(setup, target.model, ways, best, picked), target.model, best)
-        loads = time_at_loads(setup, target.model, scored, timing)
+        timing = with_waits(time_ways(setup, target, ways, best, picked), target, best)
+        loads = time_at_loads(setup, target, scored, timing)
     return Evidence(
         drafts=drafts,
         others=scored.others,

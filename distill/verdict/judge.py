@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from distill.config.layout import JUDGING
 from distill.models.draft import as_exported, load_draft
@@ -107,13 +108,20 @@ class DraftJudge:
         batch_size = min(self.judging.batch_size, DECODED_TOGETHER)
 
         def work(group: Sequence[HeldoutResponse]) -> dict[str, Any]:
-            sums = decode_live(self.target.model, draft, group, self.settings, batch_size)
-            return {"sums": [asdict(item) for item in sums], "slow": speed_warnings(self.target.model, draft.model)}
+            with self.target.loaded() as target:
+                sums = decode_live(target, draft, group, self.settings, batch_size)
+                return {"sums": [asdict(item) for item in sums], "slow": speed_warnings(target, draft.model)}
 
         # Where ranks share a target, only the main process has memory for all of it.
         alone = self.run.config.target.shard
-        with self.target.loaded():
-            found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
+        try:
+            with self.target.single_load():
+                found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"judge.live: checkpoint decodes with the whole target {self.run.config.target.path} beside the training state, which does "
+                f"not fit in memory ({str(error).splitlines()[0]}); lower judge.batch_size or set judge.live: end"
+            ) from error
         check = live_check([LiveSums(**item) for part in found for item in part["sums"]])
         slow = dict.fromkeys(item for part in found for item in part["slow"])
         warnings = agreement_warning(check.replay), *slow

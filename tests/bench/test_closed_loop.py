@@ -76,9 +76,11 @@ def test_a_family_reports_the_last_line_of_a_program(tmp_path: Path) -> None:
 @pytest.fixture
 def engine(tiny_target: Path) -> Any:
     target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
-    pair = StubEngine(target, ModelDrafter(load_draft(str(tiny_target), target)), 3, "greedy-draft", name="tiny")
-    with running_app(Pages(pair).app()) as url:
-        yield url
+    drafter = ModelDrafter(load_draft(str(tiny_target), target))
+    with target.loaded() as model:
+        pair = StubEngine(model, target.tokenizer, drafter, 3, "greedy-draft", name="tiny")
+        with running_app(Pages(pair).app()) as url:
+            yield url
 
 
 def gateway_words(engine: str, log: Path, port: int) -> list[str]:

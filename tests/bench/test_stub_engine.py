@@ -12,6 +12,7 @@ from gateway_server import running_gateway
 from processes import until
 from running_app import running_app
 from stub_engine import StubEngine
+from transformers import PreTrainedModel
 from vllm_protocol import Pages
 
 from distill.config.target import TargetConfig
@@ -32,14 +33,15 @@ ASKED |= {"ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_target: Path) -> tuple[Target, ModelDrafter]:
+def pair(tiny_target: Path) -> Iterator[tuple[PreTrainedModel, Any, ModelDrafter]]:
     """The target as its own draft: its argmax is sometimes what it samples."""
     target = Target(TargetConfig(path=str(tiny_target)), torch.device("cpu"))
-    return target, ModelDrafter(load_draft(str(tiny_target), target))
+    with target.loaded() as model:
+        yield model, target.tokenizer, ModelDrafter(load_draft(str(tiny_target), target))
 
 
 @pytest.fixture(scope="module")
-def url(pair: tuple[Target, ModelDrafter]) -> Iterator[str]:
+def url(pair: tuple[PreTrainedModel, Any, ModelDrafter]) -> Iterator[str]:
     with running_app(Pages(StubEngine(*pair, GAMMA, "greedy-draft", name="tiny")).app()) as address:
         yield address
 
@@ -57,11 +59,13 @@ def streamed(url: str, path: str = "completions", **body: Any) -> list[dict[str,
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_counts_are_those_of_blocks_after_the_first_token(url: str, pair: tuple[Target, ModelDrafter]) -> None:
+def test_counts_are_those_of_blocks_after_the_first_token(
+    url: str, pair: tuple[PreTrainedModel, Any, ModelDrafter]
+) -> None:
     before, answer, after = counters_of(url), ask(url, temperature=0), counters_of(url)
     ids = answer["choices"][0]["token_ids"]
     plain, _ = decode(
-        pair[0].model,
+        pair[0],
         None,
         [("a", ASKED["prompt"])],
         DecodeSettings(SamplingSettings(0.0), 0, Rule.named("greedy"), 20),
@@ -99,7 +103,7 @@ def test_chat_has_the_contents_for_a_prompt(url: str) -> None:
 
 
 def test_through_the_gateway_gates_and_constraints_keep_the_books(
-    url: str, pair: tuple[Target, ModelDrafter], tmp_path: Path
+    url: str, pair: tuple[PreTrainedModel, Any, ModelDrafter], tmp_path: Path
 ) -> None:
     free = ask(url)["choices"][0]["token_ids"]
     with (
@@ -158,8 +162,8 @@ def test_what_cannot_be_answered_is_refused_by_name(url: str, body: dict[str, An
     assert said in answer.json()["error"]["message"]
 
 
-def test_without_a_draft_no_count_of_drafts_is_reported(pair: tuple[Target, ModelDrafter]) -> None:
-    with running_app(Pages(StubEngine(pair[0], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
+def test_without_a_draft_no_count_of_drafts_is_reported(pair: tuple[PreTrainedModel, Any, ModelDrafter]) -> None:
+    with running_app(Pages(StubEngine(*pair[:2], None, GAMMA, "greedy-draft", name="tiny")).app()) as plain:
         answer = ask(plain)
     assert "metrics" not in answer
     assert len(answer["choices"][0]["token_ids"]) == 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def run(heldout: HeldoutSet) -> Path:
 
 @pytest.fixture(scope="package")
 def draft(heldout: HeldoutSet) -> Any:
-    return perturbed(heldout.target.model, 0.01)
+    with heldout.target.loaded() as model:
+        return perturbed(model, 0.01)
 
 
 @pytest.fixture
@@ -66,19 +67,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch, heldout: HeldoutSet, draft: Any) -> 
 
 
 @pytest.fixture(scope="package")
-def make(heldout: HeldoutSet, draft: Any) -> Callable[..., FakeEngine]:
+def make(heldout: HeldoutSet, draft: Any) -> Iterator[Callable[..., FakeEngine]]:
     """Engines on the run's pair, told by fields of `Pair` and `Behaviour`; those that decode alike decode once."""
     made: dict[Any, Any] = {}
 
     def engine(**how: Any) -> FakeEngine:
         behaviour = {one.name: how.pop(one.name) for one in dataclasses.fields(Behaviour) if one.name in how}
         prompts = [response.prompt_ids for response in heldout.responses]
-        pair = Pair(**{"target": heldout.target.model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
+        pair = Pair(**{"target": model, "draft": draft, "gamma": GAMMA, "prompts": prompts, **how})
         alike = (pair.target, pair.draft, pair.gamma, pair.rule, pair.drafting, pair.sampling, len(pair.prompts))
         pair.made = made.setdefault(alike, pair.made)
         return FakeEngine(pair, **behaviour)
 
-    return engine
+    with heldout.target.loaded() as model:
+        yield engine
 
 
 def read(engine: FakeEngine, run: Path, **options: Any) -> ReadbackRecord:

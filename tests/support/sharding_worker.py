@@ -140,20 +140,18 @@ def teacher_case(folder: Path) -> dict[str, torch.Tensor]:
     accelerator.wait_for_everyone()
     target = Target(TargetConfig(path=str(path)), torch.device("cpu"))
     batch = collate(uneven_examples(4), 0)
-    seen = {"whole": Teacher(target.model).signal(batch).hidden_RD}
-    whole_numbers = sum(weight.numel() for weight in target.model.parameters())
+    with target.loaded() as model:
+        seen = {"whole": Teacher(model).signal(batch).hidden_RD}
+        whole_numbers = sum(weight.numel() for weight in model.parameters())
     if not accelerator.is_main_process:
-        target.on_host = None  # type: ignore[method-assign, assignment]
-    target.release()
-    with target.sharded(sharding.shards_of(Run(run_config(folder), accelerator), target)):
-        teacher = Teacher(target.model)
-        seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
-        local = sum(
-            weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
-            for weight in target.model.parameters()
-        )
-        seen["kept"] = torch.tensor([local, whole_numbers])
-    seen["whole again"] = Teacher(target.model).signal(batch).hidden_RD
+        target.loaded = None  # type: ignore[method-assign, assignment]
+    shards = sharding.shards_of(Run(run_config(folder), accelerator), target)
+    teacher = Teacher(shards)
+    seen["sharded"], seen["again"] = (teacher.signal(batch).hidden_RD for _ in range(2))
+    local = sum(
+        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel() for weight in shards.parameters()
+    )
+    seen["kept"] = torch.tensor([local, whole_numbers])
     return seen
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from data.files import read_manifest
 from distill.commands.compare.comparison import (
@@ -78,7 +79,8 @@ def compare_command(options: CompareOptions) -> tuple[Comparison, int]:
     _refuse_early(options)
     text = load_text(options)
     gamma = options.gamma or text.config.judge.gamma
-    scored_ways = read_drafts(text, options.drafts, gamma, options.timing)
+    with text.target.single_load():
+        scored_ways = read_drafts(text, options.drafts, gamma, options.timing)
     result = comparison(text, scored_ways, gamma)
     judged, failures = judge_gates(result, gates, OTHERS in (options.fail_below or ()))
     result = result.model_copy(update={"gates": judged, "failures": failures})
@@ -171,7 +173,8 @@ def read_drafts(text: HeldoutSet, names: Sequence[str], gamma: int, timing: bool
         draft = _load(text, path, drafting)
         scores = score_tokens(draft.model, text.responses, text.sampling, offsets=draft.offsets(gamma))
         if timing and draft.shape not in by_shape:
-            by_shape[draft.shape] = _timed(text, draft, gamma)
+            with text.target.loaded() as target:
+                by_shape[draft.shape] = _timed(text, target, draft, gamma)
         engine = load_engine_costs(run) if (run := run_of(path)) else None
         scored = Scored(
             name=path,
@@ -212,8 +215,8 @@ def _load(text: HeldoutSet, path: str, drafting: Drafting) -> Draft:
     return draft
 
 
-def _timed(text: HeldoutSet, draft: Draft, gamma: int) -> StepCosts:
-    target, config = text.target.model, text.config
+def _timed(text: HeldoutSet, target: PreTrainedModel, draft: Draft, gamma: int) -> StepCosts:
+    config = text.config
     positions = (max_positions(model.config) for model in (target, draft.model))
     settings = decode_settings(config.serving, config.seed, text.target).under(text.rule, gamma)
     context = context_limit(*positions, config.data.context_length)

@@ -65,15 +65,17 @@ def compare_served(options: CompareOptions, text: HeldoutSet, console: Console) 
         raise UserError(f"{names[0]}: lookup is not replayed beside URLs; remove it")
     rule: Any = options.rule or "auto"
     asked = ReadbackOptions("", text.run, rule=rule, trust_remote_code=options.trust_remote_code)
-    source = of_run(asked, text.run)
-    # Drafts first: one that cannot be loaded must not cost the answers of a server.
-    ours = {
-        name: Draft(text.draft(str(way_of(name).draft)), way_of(name).drafting)
-        for name in options.drafts
-        if not is_url(name)
-    }
-    with held_for(source.folder / "served"):
-        served = {number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)}
+    with of_run(asked, text.run) as source:
+        # Drafts first: one that cannot be loaded must not cost the answers of a server.
+        ours = {
+            name: Draft(text.draft(str(way_of(name).draft)), way_of(name).drafting)
+            for name in options.drafts
+            if not is_url(name)
+        }
+        with held_for(source.folder / "served"):
+            served = {
+                number: _served(name, source, number) for number, name in enumerate(options.drafts) if is_url(name)
+            }
     gammas = {row.gamma for row, _ in served.values()}
     gamma = options.gamma or (len(gammas) == 1 and gammas.pop()) or text.config.judge.gamma
     sides = [

@@ -91,15 +91,15 @@ def evaluate(config: RunConfig, path: str, gamma: int, rule: Rule, log: Path | N
 
     Raises UserError: see `load_draft` and `load_prompts`. SelfCheckError: the judge contradicts itself on this target.
     """
-    pair = open_pair(config, path, config.judge.prompts, rule)
-    target, settings = pair.target, pair.settings.under(rule, gamma)
-    checks = self_checks(target.model, pair.keyed[:CHECKED_PROMPTS], settings, batch_size=config.judge.batch_size)
-    data = RunData(Run(config), target)
-    heldout = data.heldout_of(pair.prompts, rule)
-    setup = JudgingSetup(config.judge, settings, {rule: heldout}, pair.context, data.past(rule))
-    scored = score_and_time(setup, target.model, [NamedDraft(DRAFT, path, None, Draft(pair.draft))])
-    evidence = gather(setup, target, scored, log=log)
-    verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks=dict(checks))
-    result = findings_of(evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=target)
+    with open_pair(config, path, config.judge.prompts, rule) as pair:
+        target, settings = pair.target, pair.settings.under(rule, gamma)
+        checks = self_checks(pair.model, pair.keyed[:CHECKED_PROMPTS], settings, batch_size=config.judge.batch_size)
+        data = RunData(Run(config), target)
+        heldout = data.heldout_of(pair.prompts, rule)
+        setup = JudgingSetup(config.judge, settings, {rule: heldout}, pair.context, data.past(rule))
+        scored = score_and_time(setup, pair.model, [NamedDraft(DRAFT, path, None, Draft(pair.draft))])
+        evidence = gather(setup, pair.model, scored, log=log)
+        verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks=dict(checks))
+        result = findings_of(evidence, verdict, target.tokenizer, kind="evaluation", name=path, seen=pair.model)
     about = {"provenance": describe_run(config.seed), "config": dump_config(config)}
     return result.model_copy(update=about | {"files": {"proposals": log.name if log is not None else None}})

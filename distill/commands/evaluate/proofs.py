@@ -12,6 +12,8 @@ from distill.models.load import load_model, model_fingerprint
 from distill.report.page import write_page
 from distill.run.lock import held_for
 from distill.run.result import Losslessness, Result, TaskScores, load_result
+from distill.run.session import open_pair
+from speculative.drafters.draft import drafts_of
 from speculative.errors import UserError
 from speculative.explain import losslessness as tests
 from speculative.explain.losslessness import LEVEL, Lossless
@@ -24,16 +26,16 @@ def losslessness(request: Asked, control: bool = True) -> Lossless:
 
     Raises UserError: see `open_pair` and `Draft`.
     """
-    pair, drafter = request.opened()
-    return tests.losslessness(
-        pair.target.model,
-        drafter,
-        pair.keyed,
-        pair.settings.under(request.rule, request.gamma),
-        samples=request.samples or 16,
-        batch_size=request.config.judge.batch_size,
-        control=control,
-    )
+    with open_pair(request.config, request.draft, request.prompts, request.rule) as pair:
+        return tests.losslessness(
+            pair.model,
+            drafts_of(pair.draft)[-1].drafter(),
+            pair.keyed,
+            pair.settings.under(request.rule, request.gamma),
+            samples=request.samples or 16,
+            batch_size=request.config.judge.batch_size,
+            control=control,
+        )
 
 
 def lossless_lines(result: Lossless) -> list[str]:

@@ -1,5 +1,6 @@
 """`understudy generate`: stream text from a target with any drafter, then print the timings."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -65,13 +66,13 @@ def generate_command(options: GenerateOptions) -> None:
         tree=tree,
     )
     policy = AdaptiveGamma(gamma) if options.gamma == "auto" else FixedGamma(gamma if recipe is not None else 0)
-    loaded = load(options, recipe)
-    if loaded.drafter is None:
-        settings = replace(settings, gamma=0)
-    settings = replace(settings, eos_ids=end_token_ids(loaded.target, loaded.tokenizer))
-    prompts = read_prompts(options, loaded.tokenizer)
-    responses, timing = run(loaded, prompts, settings, policy, options)
-    print(*summary_lines(loaded, responses, timing, settings, policy), sep="\n", file=sys.stderr)
+    with load(options, recipe) as loaded:
+        if loaded.drafter is None:
+            settings = replace(settings, gamma=0)
+        settings = replace(settings, eos_ids=end_token_ids(loaded.target, loaded.tokenizer))
+        prompts = read_prompts(options, loaded.tokenizer)
+        responses, timing = run(loaded, prompts, settings, policy, options)
+        print(*summary_lines(loaded, responses, timing, settings, policy), sep="\n", file=sys.stderr)
 
 
 def recipe_of(options: GenerateOptions) -> Recipe | None:
@@ -94,20 +95,22 @@ def recipe_of(options: GenerateOptions) -> Recipe | None:
     return recipe
 
 
-def load(options: GenerateOptions, recipe: Recipe | None) -> Loaded:
-    """Load the target and what the way to draft needs."""
+@contextlib.contextmanager
+def load(options: GenerateOptions, recipe: Recipe | None) -> Iterator[Loaded]:
+    """The target and what the way to draft needs."""
     target = open_target(options.target, options.dtype, options.device)
-    model, draft = target.model, None
-    for note in target_notes(target.side, None):
-        print(f"warning: {note}", file=sys.stderr)
-    if recipe is None:
-        return Loaded(model, target.tokenizer, None)
-    if options.draft:
-        loaded = load_draft(options.draft, target)
-        cast_weights(loaded, model.dtype)
-        draft = Draft(loaded.to(target.device))  # type: ignore[arg-type]
-    past = read_past(options.past, model) if options.past is not None else None
-    return Loaded(model, target.tokenizer, recipe.drafter(Parts(model, draft, past)))
+    with target.loaded() as model:
+        for note in target_notes(target.side, None):
+            print(f"warning: {note}", file=sys.stderr)
+        drafter = draft = None
+        if options.draft:
+            loaded = load_draft(options.draft, target)
+            cast_weights(loaded, model.dtype)
+            draft = Draft(loaded.to(target.device))  # type: ignore[arg-type]
+        if recipe is not None:
+            past = read_past(options.past, model) if options.past is not None else None
+            drafter = recipe.drafter(Parts(model, draft, past))
+        yield Loaded(model, target.tokenizer, drafter)
 
 
 def parse_gamma(text: str) -> int:

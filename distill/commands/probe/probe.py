@@ -1,5 +1,6 @@
 """`understudy probe`: go or no-go for a target and its drafts, before a GPU-hour is spent on distilling."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -52,66 +53,71 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
     plan, device = read_plan(options), device_of(options.server)
     check_writable("--out", options.out)
     stages = Stages(console)
-    with stages("loading"):
-        opened = open_target(options.target, options.dtype, options.device)
-        target = opened.model
-        prompts, notes = chosen_prompts(options, opened.tokenizer, opened.facts.context_length)
-        notes += target_notes(opened.side, SamplingSettings(plan.lead[0]))
-        longest = max(len(ids) for _, ids in prompts) + options.max_tokens
-        drafts = [way for path in options.drafts or () for way in _ways(_probed(path, opened, longest))]
-    _require_one(drafts)
-    with stages("self-check"):
-        few = replace(decode_settings(options, opened, plan.lead[0]), gamma=4, seed=0)
-        few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
-        checks = self_checks(target, prompts[:CHECKED_PROMPTS], few)
-    texts = []
-    for temperature in plan.temperatures:
-        with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
-            texts.append(answered(options, opened, prompts, temperature))
-    plan = _within_context(
-        plan, [target, *(probed.draft.model for probed in drafts if probed.draft is not None)], notes
-    )
-    # With a draft, other batch sizes are timed with it.
-    own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if drafts else plan
-    lead = texts[plan.temperatures.index(plan.lead[0])]
-    timed = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
-    alone = {of: costs.of_text(lead.responses) for of, costs in timed.items()}
-    first = next(iter(alone.values()))
-    facts = [text.facts(range(1, max(first.verify_seconds) + 1), first) for text in texts]
-    lookups = {row.text: row for row, _ in facts}
-    for probed in drafts:
-        _judge(probed, plan, target, texts, lookups, stages)
-    _require_one(drafts)
-    planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1].name, plan.given)
-    lead_text = text_name(plan.lead[0])
-    decision, best, sentence = overall(drafts, lookups[lead_text], planned)
-    first_prices = [price for probed in drafts for price in probed.prices if price.batch_size == plan.batch_sizes[0]]
-    warning = next(about.warning for _, about in facts if about.text == lead_text)
-    served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
-    models = {
-        id(probed.draft.model): (probed.name, probed.draft.model) for probed in drafts[::-1] if probed.draft is not None
-    }
-    result = Probe(
-        target=_described(options.target, target),
-        settings=_settings(options, plan, len(prompts), opened.device),
-        checks=dict(checks),
-        texts=[about for _, about in facts],
-        target_prices=[ceilings.price_of(TARGET, rule.name, costs) for (rule, _), costs in alone.items()],
-        lookups=list(lookups.values()),
-        drafts=drafts,
-        assumptions=assumptions(plan),
-        notes=[
-            *notes,
-            *([f"the target's steps ran as {first.steps}"] if first.steps else []),
-            *busy_machine([first.target_seconds, *(price.target_step_seconds for price in first_prices)]),
-        ],
-        memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
-        seconds=stages.seconds,
-        decision=decision,
-        best=None if best is None else best.name,
-        drafting=None if best is None else best.drafting,
-        sentence=f"{sentence} Warning: {warning}." if warning else sentence,
-    )
+    with contextlib.ExitStack() as memory:
+        with stages("loading"):
+            opened = open_target(options.target, options.dtype, options.device)
+            target = memory.enter_context(opened.loaded())
+            prompts, notes = chosen_prompts(options, opened.tokenizer, opened.facts.context_length)
+            notes += target_notes(opened.side, SamplingSettings(plan.lead[0]))
+            longest = max(len(ids) for _, ids in prompts) + options.max_tokens
+            drafts = [way for path in options.drafts or () for way in _ways(_probed(path, opened, longest))]
+        _require_one(drafts)
+        with stages("self-check"):
+            few = replace(decode_settings(options, opened, plan.lead[0]), gamma=4, seed=0)
+            few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
+            checks = self_checks(target, prompts[:CHECKED_PROMPTS], few)
+        texts = []
+        for temperature in plan.temperatures:
+            with stages(f"target answers {len(prompts)} prompts at temperature {temperature:g}"):
+                texts.append(answered(options, opened, prompts, temperature))
+        plan = _within_context(
+            plan, [target, *(probed.draft.model for probed in drafts if probed.draft is not None)], notes
+        )
+        # With a draft, other batch sizes are timed with it.
+        own_plan = replace(plan, batch_sizes=plan.batch_sizes[:1]) if drafts else plan
+        lead = texts[plan.temperatures.index(plan.lead[0])]
+        timed = _timed(own_plan, target, None, [plan.lead[1]], "the target", stages)
+        alone = {of: costs.of_text(lead.responses) for of, costs in timed.items()}
+        first = next(iter(alone.values()))
+        facts = [text.facts(range(1, max(first.verify_seconds) + 1), first) for text in texts]
+        lookups = {row.text: row for row, _ in facts}
+        for probed in drafts:
+            _judge(probed, plan, target, texts, lookups, stages)
+        _require_one(drafts)
+        planned = None if plan.given is None else ceilings.price_of(TARGET, plan.lead[1].name, plan.given)
+        lead_text = text_name(plan.lead[0])
+        decision, best, sentence = overall(drafts, lookups[lead_text], planned)
+        first_prices = [
+            price for probed in drafts for price in probed.prices if price.batch_size == plan.batch_sizes[0]
+        ]
+        warning = next(about.warning for _, about in facts if about.text == lead_text)
+        served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
+        models = {
+            id(probed.draft.model): (probed.name, probed.draft.model)
+            for probed in drafts[::-1]
+            if probed.draft is not None
+        }
+        result = Probe(
+            target=_described(options.target, target),
+            settings=_settings(options, plan, len(prompts), opened.device),
+            checks=dict(checks),
+            texts=[about for _, about in facts],
+            target_prices=[ceilings.price_of(TARGET, rule.name, costs) for (rule, _), costs in alone.items()],
+            lookups=list(lookups.values()),
+            drafts=drafts,
+            assumptions=assumptions(plan),
+            notes=[
+                *notes,
+                *([f"the target's steps ran as {first.steps}"] if first.steps else []),
+                *busy_machine([first.target_seconds, *(price.target_step_seconds for price in first_prices)]),
+            ],
+            memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
+            seconds=stages.seconds,
+            decision=decision,
+            best=None if best is None else best.name,
+            drafting=None if best is None else best.drafting,
+            sentence=f"{sentence} Warning: {warning}." if warning else sentence,
+        )
     write_asked("--out", options.out, result.record())
     return result
 
@@ -157,8 +163,9 @@ def _probed(path: str, target: Target, longest: int) -> ProbedDraft:
     except UserError as error:
         probed.refused = f"{str(error).split(';')[0]}: the file is damaged, or its weights are too large for the dtype it is served in"
         return probed
-    if model_fingerprint(served) == model_fingerprint(target.model):
-        probed.notes.append("this is the target itself: everything is accepted and no time is saved")
+    with target.loaded() as whole:
+        if model_fingerprint(served) == model_fingerprint(whole):
+            probed.notes.append("this is the target itself: everything is accepted and no time is saved")
     probed.draft = Draft(served)
     return probed
 

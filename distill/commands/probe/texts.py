@@ -80,8 +80,9 @@ def decode_settings(options: ProbeOptions, target: Target, temperature: float) -
 
 def answered(options: ProbeOptions, target: Target, prompts: Sequence[Prompt], temperature: float) -> ProbeText:
     settings = decode_settings(options, target, temperature)
-    responses = decode_heldout(target.model, prompts, settings, "probe", batch_size=min(32, len(prompts)))
-    return ProbeText(settings.sampling, responses, ceilings.target_peaks(target.model, responses, settings.sampling))
+    with target.loaded() as model:
+        responses = decode_heldout(model, prompts, settings, "probe", batch_size=min(32, len(prompts)))
+        return ProbeText(settings.sampling, responses, ceilings.target_peaks(model, responses, settings.sampling))
 
 
 def chosen_prompts(

@@ -48,8 +48,8 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
     place = options.run or options.to
     if options.run is None:
         check_writable("--to", place / READBACK)
-    with held_for(place / READBACK):
-        source = of_prompts(options) if options.run is None else of_run(options, options.run)
+    opened = of_prompts(options) if options.run is None else of_run(options, options.run)
+    with held_for(place / READBACK), opened as source:
         clients = _clients(options, source)
         greedily, sampled = source.settings.at_temperature_0(), not source.settings.sampling.greedy
         greedy_file, *files = (
@@ -114,7 +114,8 @@ def _text_fit(replies: Replies, source: Source) -> tuple[TextFit | None, list[st
         return None, [f"the server gives no token ids, so the distribution of its text is not tested{instead}"]
     pairs = zip(replies.texts, replies.answers, strict=True)
     texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
-    return text_fit(source.target.model, texts, replies.settings.sampling), []
+    with source.target.loaded() as model:
+        return text_fit(model, texts, replies.settings.sampling), []
 
 
 def _record(
@@ -177,7 +178,8 @@ def _greedy_texts(replies: Replies | None, target: Target) -> tuple[GreedyTexts 
         else:
             said = Response(text.key, text.prompt_ids, response_ids=answer.ids)
             try:
-                near_tie(target.model, replace(said, response_ids=text.response_ids), said)
+                with target.loaded() as model:
+                    near_tie(model, replace(said, response_ids=text.response_ids), said)
                 ties += 1
             except SelfCheckError as error:
                 worst = worst or str(error)

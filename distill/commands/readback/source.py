@@ -1,8 +1,9 @@
 """What a readback asks, and what it expects. A run has its held-out prompts and expects replay; prompts alone expect nothing of a draft."""
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,28 +76,31 @@ class Source:
     speed: Callable[..., list[SpeedCheck]] | None = None
 
 
-def of_prompts(options: ReadbackOptions) -> Source:
+@contextlib.contextmanager
+def of_prompts(options: ReadbackOptions) -> Iterator[Source]:
     """Prompts of a file, and the target's greedy texts, decoded here.
 
     Raises UserError: no target, prompts or settings, or a prompt that is too long.
     """
     rows = command_rows(options.prompts)
     target = open_target(options.target, "auto", "")
-    prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
-    check_room(prompts, options.max_tokens, target.facts.context_length)
-    # The content is in the key, so that --resume never takes an answer to another prompt.
-    keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
-    sampling = SamplingSettings(options.temperature)
-    rule = Rule.usual(sampling.temperature)
-    settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)
-    greedy = decode_heldout(target.model, keyed, settings.at_temperature_0(), "")
-    texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
+    with target.single_load():
+        prompts = render_rows(rows[: options.count], target.tokenizer, options.chat)
+        check_room(prompts, options.max_tokens, target.facts.context_length)
+        # The content is in the key, so that --resume never takes an answer to another prompt.
+        keyed = [(f"{key} {zlib.crc32(repr(ids).encode()):08x}", ids) for key, ids in prompts]
+        sampling = SamplingSettings(options.temperature)
+        rule = Rule.usual(sampling.temperature)
+        settings = DecodeSettings(sampling, 0, rule, options.max_tokens, target.facts.eos_ids, 0)
+        with target.loaded() as model:
+            greedy = decode_heldout(model, keyed, settings.at_temperature_0(), "")
+        texts = greedy if sampling.greedy else [replace(text, response_ids=[], log_target_probs=[]) for text in greedy]
 
-    def judge(replies: Replies, *_: Any) -> Judged:
-        return counted_alone(replies, options.gamma, options.rule)
+        def judge(replies: Replies, *_: Any) -> Judged:
+            return counted_alone(replies, options.gamma, options.rule)
 
-    name = f"{options.prompts} for {options.target}"
-    return Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
+        name = f"{options.prompts} for {options.target}"
+        yield Source(name, options.to, target, "--target", texts, greedy, settings, judge, True)
 
 
 def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Judged:
@@ -130,7 +134,8 @@ def counted_alone(replies: Replies, gamma: int | None, rule: str = "auto") -> Ju
     return Judged(total, rule, own_interval(total), gamma, notes=total.notes + notes)
 
 
-def of_run(options: ReadbackOptions, run: Path) -> Source:
+@contextlib.contextmanager
+def of_run(options: ReadbackOptions, run: Path) -> Iterator[Source]:
     """The run's held-out prompts at its own sampling settings, with replay of its best draft.
 
     Raises UserError: no run, or one without held-out responses.
@@ -157,10 +162,13 @@ def of_run(options: ReadbackOptions, run: Path) -> Source:
     if options.target:
         target = open_target(options.target, "auto", "")
         target.tokenizer = heldout.target.tokenizer
-        prompts = [(text.key, text.prompt_ids) for text in texts]
-        greedy = decode_heldout(target.model, prompts, settings.at_temperature_0(), "")
-        texts = greedy if heldout.rule.greedy else texts
-    return Source(str(run), run, target, "target.path", texts, greedy, settings, judge, speed=speed)
+    with target.single_load():
+        if options.target:
+            prompts = [(text.key, text.prompt_ids) for text in texts]
+            with target.loaded() as model:
+                greedy = decode_heldout(model, prompts, settings.at_temperature_0(), "")
+            texts = greedy if heldout.rule.greedy else texts
+        yield Source(str(run), run, target, "target.path", texts, greedy, settings, judge, speed=speed)
 
 
 def _judge(

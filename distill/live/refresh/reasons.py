@@ -68,15 +68,16 @@ def own_words(home: Path, export: Path) -> OwnText:
     some = heldout_responses(rows[:: -(-len(rows) // ASKED_RESPONSES)])
     if config.target.endpoint is not None:
         return OwnText(holds=True, sentence="text: not checked: the target's weights are on a server", responses=0)
-    target = Target(config.target, torch.device("cuda" if torch.cuda.is_available() else "cpu"), home).model
     sampling = SamplingSettings(**store.manifest()["sampling"])
-    if sampling.greedy:
-        share = float(np.concatenate([one.matches for one in target_peaks(target, some, sampling)]).mean())
-        holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's first choice"
-    else:
-        fit = text_fit(target, some, sampling)
-        holds = fit.same or fit.log_prob > fit.expected - FAR_NATS
-        words = f"{fit.log_prob:.2f} nats per token under the target, {fit.expected:.2f} expected for its own text"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with Target(config.target, device, home).loaded() as target:
+        if sampling.greedy:
+            share = float(np.concatenate([one.matches for one in target_peaks(target, some, sampling)]).mean())
+            holds, words = share >= LIKELIEST, f"{100 * share:.1f} % of the tokens are the target's first choice"
+        else:
+            fit = text_fit(target, some, sampling)
+            holds = fit.same or fit.log_prob > fit.expected - FAR_NATS
+            words = f"{fit.log_prob:.2f} nats per token under the target, {fit.expected:.2f} expected for its own text"
     words = f"text: {words} ({len(some)} responses)"
     if not holds:
         words += ": this is not the target's own text (mixed up? another target? other sampling settings?)"

@@ -20,7 +20,6 @@ from distill.commands.compare.compare import compare_command, judge_gates, load_
 from distill.commands.compare.comparison import comparison
 from distill.commands.compare.options import CompareOptions
 from distill.commands.compare.screen import compare_table, cost_lines, difference_lines, domain_table, print_comparison
-from distill.models.target import Target
 from speculative.errors import UserError
 from speculative.measure.baseline_replay import found_blocks, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts
@@ -117,10 +116,10 @@ def test_the_same_draft_twice_differs_by_exactly_nothing(tiny_run, monkeypatch):
 
 
 def test_without_timing_the_target_s_weights_stay_where_they_are(tiny_run, worse, monkeypatch):
-    def loaded(self):
+    def loaded(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(Target, "model", property(loaded))
+    monkeypatch.setattr("distill.models.target.load_model", loaded)
     compare_command(options(tiny_run, worse))
     with pytest.raises(AssertionError, match="was loaded"):
         compare_command(options(tiny_run, worse, timing=True))

@@ -288,11 +288,12 @@ def test_differences_are_compared_with_the_run(tiny_run: Path) -> None:
 def test_the_baseline_is_of_the_way_of_drafting_that_is_served(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that proposes a block in one pass is less often right at later places: no drift, where that is what was chosen."""
     heldout = load_heldout_set(tiny_run, "greedy")
-    draft = perturbed(heldout.target.model, 0.01)
+    with heldout.target.loaded() as target:
+        draft = perturbed(target, 0.01)
     draft.config.pard_token = 1
     monkeypatch.setattr(HeldoutSet, "draft", lambda own, path: draft)
     prompts = [text.prompt_ids for text in heldout.responses]
-    engine = FakeEngine(Pair(heldout.target.model, draft, 3, drafting="parallel", prompts=prompts))
+    engine = FakeEngine(Pair(target, draft, 3, drafting="parallel", prompts=prompts))
     asked = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop_token_ids": [], "max_tokens": 20}
     pages = []
     for prompt in 4 * prompts:

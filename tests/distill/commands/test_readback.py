@@ -124,7 +124,8 @@ def test_a_draft_that_proposes_a_block_in_one_pass(
 
 
 def test_another_draft_is_exposed(make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet, draft: Any) -> None:
-    other = perturbed(heldout.target.model, 0.2, seed=3)
+    with heldout.target.loaded() as target:
+        other = perturbed(target, 0.2, seed=3)
     for rule in ("greedy-draft", "sample"):
         found = read(make(draft=other, rule=rule), run)
         assert not found.agrees
@@ -237,7 +238,8 @@ def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, own, asked = perturbed(heldout.target.model, 0.03, seed=5), copy.deepcopy(draft), []
+    with heldout.target.loaded() as whole:
+        target, own, asked = perturbed(whole, 0.03, seed=5), copy.deepcopy(draft), []
     for part in (target, heldout.target.tokenizer):
         part.save_pretrained(tmp_path)
     monkeypatch.setattr(HeldoutSet, "draft", lambda _, path: asked.append(path) or own)

@@ -121,7 +121,8 @@ def test_generate_drafts_in_8_bits(tmp_path: Path) -> None:
     """At a width that torch's own product takes; beside a target in float32."""
     path = exported(tmp_path, "int8", hidden_size=128, num_attention_heads=8, head_dim=16)
     asked = GenerateOptions(str(tmp_path / "target"), draft=str(path), device="cpu", dtype="float32")
-    drafter = load(asked, recipe_of(asked)).drafter
+    with load(asked, recipe_of(asked)) as pair:
+        drafter = pair.drafter
     assert isinstance(drafter, ModelDrafter)
     layer = drafter.model.lm_head
     assert isinstance(layer, Int8Linear)
@@ -142,7 +143,8 @@ def test_the_lighter_draft_is_a_row_of_the_verdict(tiny_config: Path, tiny_run: 
     heldout = load_heldout_set(tiny_run).responses[:3]
     settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
     setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 40)
-    evidence = gather(setup, target, score_and_time(setup, target.model, [best], lighter))
+    with target.loaded() as model:
+        evidence = gather(setup, model, score_and_time(setup, model, [best], lighter))
     verdict = verdict_of(evidence, checkpoints=[evidence.judged[DRAFT]], self_checks={})
     row = verdict.row("draft in int8")
     alphas = [
@@ -163,7 +165,8 @@ def test_a_quantised_export_is_a_draft_like_any_other(tiny_config: Path, tiny_ru
     export_run(ExportOptions(tiny_run, plain))
     export_run(ExportOptions(tiny_run, out, quantize="int8"))
     config = load_config(tiny_config, [f"output={tmp_path}"])
-    assert outside_check(open_pair(config, str(out), prompts=3), out, gamma=2).theirs.equal_N == [True] * 3
+    with open_pair(config, str(out), prompts=3) as pair:
+        assert outside_check(pair, out, gamma=2).theirs.equal_N == [True] * 3
     found, status = compare_command(CompareOptions(drafts=[str(plain), str(out)], on=tiny_run, timing=False))
     assert status == 0
     lost = found.differences[0].alpha.gain

@@ -67,7 +67,8 @@ def responses(tiny_run: Path) -> list[TrafficRecord]:
     write_heads(path, ["argparse", "pickle", "tarfile", "zipfile", "optparse", "doctest"], 130)
     texts = [row.text or "" for row in load_source(PromptSource(path=str(path)))]
     prompts = [(f"request-{number}", target.tokenizer(text)["input_ids"][:60]) for number, text in enumerate(texts)]
-    found, _ = decode(target.model, None, prompts, decode_settings(config.serving, 7, target), batch_size=32)
+    with target.loaded() as model:
+        found, _ = decode(model, None, prompts, decode_settings(config.serving, 7, target), batch_size=32)
     return [
         record_of(
             number,

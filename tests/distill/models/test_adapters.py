@@ -48,7 +48,8 @@ def shared(tmp_path: Path) -> tuple[Target, Path]:
 def test_an_adapter_is_a_draft_and_our_decoder_serves_several_by_switching(shared: tuple[Target, Path]) -> None:
     target, folder = shared
     settings = DecodeSettings(SamplingSettings(0.0), 3, Rule.named("greedy"), 12, target.facts.eos_ids, 0)
-    plain, _ = decode(target.model, None, PROMPTS, settings.under(Rule.named("greedy"), 0))
+    with target.loaded() as model:
+        plain, _ = decode(model, None, PROMPTS, settings.under(Rule.named("greedy"), 0))
     both = PeftModel.from_pretrained(
         load_draft(str(folder / "base"), target), folder / "one", adapter_name="one"
     ).eval()
@@ -58,7 +59,7 @@ def test_an_adapter_is_a_draft_and_our_decoder_serves_several_by_switching(share
         both.set_adapter(name)
         merged = load_draft(str(folder / name), target)
         apart, one = (
-            decode(target.model, ModelDrafter(draft), PROMPTS, settings)[0] for draft in (both.get_base_model(), merged)
+            decode(model, ModelDrafter(draft), PROMPTS, settings)[0] for draft in (both.get_base_model(), merged)
         )
         assert [(text.response_ids, text.blocks) for text in apart] == [
             (text.response_ids, text.blocks) for text in one
@@ -79,11 +80,13 @@ def test_an_adapter_is_loaded_with_its_base_wherever_a_model_is(shared: tuple[Ta
     _, folder = shared
     path = str(folder / "one")
     own = Target(TargetConfig(path=path), torch.device("cpu"))
+    with own.loaded() as whole:
+        assert all(weight.requires_grad for weight in whole.parameters()), "a student trains all of it"
     ids_BT = torch.arange(3, 9)[None]
     adapted = PeftModel.from_pretrained(load_model("base", str(folder / "base")), path).eval()
     with torch.no_grad():
         torch.testing.assert_close(
-            own.model(input_ids=ids_BT).logits, adapted(input_ids=ids_BT).logits, atol=1e-5, rtol=1e-5
+            whole(input_ids=ids_BT).logits, adapted(input_ids=ids_BT).logits, atol=1e-5, rtol=1e-5
         )  # order of sums
     assert own.tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
     assert own.side.generation_config.eos_token_id == 2
@@ -91,7 +94,6 @@ def test_an_adapter_is_loaded_with_its_base_wherever_a_model_is(shared: tuple[Ta
         own.facts.fingerprint != Target(TargetConfig(path=str(folder / "base")), torch.device("cpu")).facts.fingerprint
     )
     assert {file.parent.name for file in model_files(path)} == {"one", "base"}
-    assert all(weight.requires_grad for weight in own.model.parameters()), "a student trains all of it"
     assert context_of(StudentConfig(init="pretrained", path=path)) == own.facts.context_length
     broken, _ = check_pair(path, str(folder / "base"))
     assert any("is an adapter of" in line and "merge_and_unload" in line for line in broken)

@@ -1,8 +1,10 @@
 """The target as everybody gets it: one object, its facts known without its weights."""
 
 import copy
+import gc
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,18 +27,18 @@ from speculative.rules.sampling import GREEDY, SamplingSettings
 CPU = torch.device("cpu")
 
 
-def test_facts_outlive_the_weights(tmp_path: Path) -> None:
+def test_facts_outlive_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_target(tmp_path / "target")
     first = Target(TargetConfig(path=str(tmp_path / "target")), CPU, tmp_path)
     facts = first.facts
     first.remember()
-    again = Target(TargetConfig(path=str(tmp_path / "target")), CPU, tmp_path)
-    assert again.facts == facts
-    assert again._model is None
+    with monkeypatch.context() as patch:
+        patch.delattr("distill.models.target.load_model")
+        assert Target(TargetConfig(path=str(tmp_path / "target")), CPU, tmp_path).facts == facts
     other = Target(TargetConfig(path=str(tmp_path / "target"), dtype="bfloat16"), CPU, tmp_path)
+    assert other._facts is None, "facts of another dtype were asked for: the weights tell"
     assert (facts.dtype, other.facts.dtype) == ("float32", "bfloat16")
     assert replace(other.facts, dtype=facts.dtype, fingerprint=facts.fingerprint) == facts
-    assert other._model is not None, "facts of another dtype were asked for: the weights tell"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -112,7 +114,8 @@ def test_logits_are_numbers_and_a_head_may_forbid_tokens(value: float, legal: bo
     model.save_pretrained(tmp_path)
     target = Target(TargetConfig(path=str(tmp_path)), CPU)
     if legal:
-        assert as_exported(target.model, target).lm_head.bias[5] == value
+        with target.loaded() as whole:
+            assert as_exported(whole, target).lm_head.bias[5] == value
     else:
         assert "its logits in float32 are not numbers" in refused(lambda: target.facts)
 
@@ -125,26 +128,28 @@ def test_what_overflows_and_what_is_no_number_are_distinguished() -> None:
         assert re.search(text, refused(cast_weights, model, torch.float16))
 
 
-def test_the_whole_target_is_in_memory_inside_a_block(tmp_path: Path) -> None:
+def test_the_weights_are_in_memory_inside_a_block_and_blocks_in_it_share_them(tmp_path: Path) -> None:
     write_target(tmp_path / "target")
     target = Target(TargetConfig(path=str(tmp_path / "target")), CPU)
-    whole = target.model
-    with target.loaded():
-        assert target.model is whole, "it was in memory before"
-    assert target.model is whole
-    target.release()
-    with target.loaded():
-        assert target._model is None, "the first use loads it"
-        assert target.model is not whole
+    with target.loaded() as model:
+        alive = weakref.ref(model)
+        with target.loaded() as inner, target.loaded(on_host=True) as read:
+            assert inner is read is model
+        assert target.facts.parameters == model.num_parameters()
+    del model, inner, read
+    gc.collect()
+    assert alive() is None, "the last block to end frees them"
+    with target.single_load():
+        assert target._model is None, "the first block inside loads them"
+        with target.loaded(on_host=True):
+            assert target._model is None, "what is only read is not on the device"
+        with target.loaded() as first:
+            pass
+        with target.loaded() as second:
+            assert first is second
+    with pytest.raises(KeyboardInterrupt), target.loaded():
+        raise KeyboardInterrupt
     assert target._model is None
-    with pytest.raises(UserError, match=r"set judge\.live: end"), target.loaded():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    shards = tiny_model()
-    with target.sharded(shards):
-        with target.loaded():
-            assert target.model is not shards
-        assert target.model is shards
-    assert target.model is not shards
 
 
 def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +158,12 @@ def test_a_target_spread_by_accelerate_is_the_same_target(tmp_path: Path, monkey
     facts = Target(TargetConfig(path=str(tmp_path / "target")), CPU).facts
     spread = Target(TargetConfig(path=str(tmp_path / "target"), device_map="auto"), CPU)
     assert spread.facts == facts
-    assert spread.model.device == CPU
-    spread.release()
+    with spread.loaded() as model:
+        assert model.device == CPU
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
-    with pytest.raises(UserError, match=r"target\.device_map: auto gives one process all GPUs, and 2 were started"):
-        _ = spread.model
+    words = r"target\.device_map: auto gives one process all GPUs, and 2 were started"
+    with pytest.raises(UserError, match=words), spread.loaded():
+        pass
 
 
 @pytest.mark.parametrize("left", ["cpu", "disk"])

@@ -1,5 +1,6 @@
 """The draft before training: which ranks make it, and when it is saved and loaded again as a check."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ def test_a_trial_draft_reads_the_target_on_the_main_process_only(tmp_path: Path)
     data.run.main = False
     assert first_student(data, trial=True) is None
     data.run.main = True
-    with pytest.raises(AttributeError, match="on_host"):
+    with pytest.raises(AttributeError, match="loaded"):
         first_student(data, trial=True)
 
 
@@ -45,7 +46,7 @@ def test_the_draft_is_saved_as_a_check_until_there_are_checkpoints(
         return real(folder, *more)
 
     monkeypatch.setattr(module, "check_saved", noted)
-    data = data_of(tmp_path, on_host=tiny_model)
+    data = data_of(tmp_path, loaded=lambda on_host: nullcontext(tiny_model()))
     folder = data.run.folder / FIRST_STUDENT
     folder.mkdir()
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"of a killed start")

@@ -30,8 +30,9 @@ ROWS = len(tiny_tokenizer())  # no more than it has tokens
 
 def test_a_pair_has_prompts_that_both_models_take(tiny_config: Path, tiny_run: Path) -> None:
     config = load_config(tiny_config)
-    pair = open_pair(config, str(tiny_run), 5, Rule.named("sample"))
-    assert pair.context == min(max_positions(pair.target.model.config), max_positions(pair.draft.config))
+    with open_pair(config, str(tiny_run), 5, Rule.named("sample")) as pair:
+        pass
+    assert pair.context == min(max_positions(pair.model.config), max_positions(pair.draft.config))
     assert len(pair.prompts) == 5
     assert max(len(ids) for _, ids in pair.keyed) + config.serving.max_tokens <= pair.context
     assert pair.draft.dtype == pair.target.dtype
@@ -53,8 +54,9 @@ def test_the_table_of_files_has_all_that_a_run_leaves(tiny_run: Path) -> None:
 def test_what_cannot_be_judged_is_refused(
     tiny_config: Path, tiny_run: Path, prompts: int, rule: str, overrides: list[str], words: str
 ) -> None:
-    with pytest.raises(UserError, match=words):
-        open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, Rule.named(rule))
+    pair = open_pair(load_config(tiny_config, overrides), str(tiny_run), prompts, Rule.named(rule))
+    with pytest.raises(UserError, match=words), pair:
+        pass
 
 
 def with_tokens_without_rows(folder: Path) -> Path:

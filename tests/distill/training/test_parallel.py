@@ -24,7 +24,6 @@ from tiny_training import (
     metrics_of,
     run_config,
     step_of,
-    tiny_tokenizer,
 )
 from torch import Tensor
 
@@ -197,9 +196,9 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
 def test_a_text_with_the_mask_token_is_refused(tmp_path: Path) -> None:
     (text,) = texts_of((9,))
     text.input_ids[1] = MASK
-    run, target = Run(blocks_config(tmp_path), fresh_accelerator(tmp_path)), SimpleNamespace(tokenizer=tiny_tokenizer())
+    run = Run(blocks_config(tmp_path), fresh_accelerator(tmp_path))
     with pytest.raises(UserError, match="contains the draft's mask token 0"):
-        make_batches(run, target, (), [text] * 4, mask_token=MASK)  # type: ignore[arg-type]
+        make_batches(run, [text] * 4, mask_token=MASK)
 
 
 def test_a_trial_step_asks_for_blocks_too_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

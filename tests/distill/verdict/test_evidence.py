@@ -57,17 +57,21 @@ class Passes:
 
 @pytest.fixture
 def pair(tiny_config: Path):
-    """(config, target, baseline and best, heldout text that the target sampled)."""
+    """(config, target, settings, baseline and best, heldout text that the target sampled)."""
     config = load_config(tiny_config)
     target = Target(config.target, torch.device("cpu"))
-    drafts = (carve(target.model, (0, -1)), carve(target.model, (0, 1)))
-    drafts = [NamedDraft(name, name, 0, Draft(draft)) for name, draft in zip((UNDISTILLED, DRAFT), drafts, strict=True)]
+    settings = decode_settings(config.serving, config.seed, target)
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(6)]
-    responses, _ = decode(target.model, None, prompts, decode_settings(config.serving, config.seed, target))
+    with target.loaded() as model:
+        students = (carve(model, (0, -1)), carve(model, (0, 1)))
+        responses, _ = decode(model, None, prompts, settings)
+    drafts = [
+        NamedDraft(name, name, 0, Draft(student)) for name, student in zip((UNDISTILLED, DRAFT), students, strict=True)
+    ]
     heldout = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
-    return config, target, drafts, heldout
+    return config, model, settings.under(Rule.named("sample"), 2), drafts, heldout
 
 
 def records_are_of_the_scores(evidence: Evidence) -> None:
@@ -79,12 +83,11 @@ def records_are_of_the_scores(evidence: Evidence) -> None:
 
 @pytest.mark.parametrize("live", [True, False])
 def test_each_draft_reads_the_heldout_responses_once(pair, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    config, target, drafts, heldout = pair
+    config, target, settings, drafts, heldout = pair
     passes = Passes(monkeypatch)
-    settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
     setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 100)
     if live:
-        evidence = gather(setup, target, score_and_time(setup, target.model, drafts))
+        evidence = gather(setup, target, score_and_time(setup, target, drafts))
     else:
         evidence = gather_by_replay(setup, drafts, {})
     assert [passes.over(heldout, one.draft.model) for one in drafts] == [{1}, {1}]
@@ -110,9 +113,8 @@ def test_an_evaluation_reads_the_heldout_responses_once(
 
 
 def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_both(pair, monkeypatch) -> None:
-    config, target, drafts, heldout = pair
+    config, target, settings, drafts, heldout = pair
     drafts[-1].draft.model.config.pard_token = 0
-    settings = decode_settings(config.serving, config.seed, target).under(Rule.named("sample"), 2)
     setup = JudgingSetup(config.judge, settings, {Rule.named("sample"): heldout}, 100)
     # A draft step that costs as much as a target step: a pass a block is faster whatever it proposes; and one that is free.
     for seconds, chosen, other in ((1.0, "parallel", BY_TOKEN), (1e-6, "autoregressive", BY_BLOCK)):
@@ -120,7 +122,7 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
             "distill.verdict.scored_drafts.step_costs",
             lambda *rest, seconds=seconds: given_costs(1.0, seconds, max_gamma=8, parallel=rest[3].parallel),
         )
-        scored = score_and_time(setup, target.model, drafts)
+        scored = score_and_time(setup, target, drafts)
         assert (scored.drafts[-1].draft.drafting, scored.drafts[0].draft.drafting) == (chosen, "autoregressive")
         assert [one.name for one in scored.others] == [other]
         assert scored.costs[DRAFT].parallel == (chosen == "parallel")
@@ -144,5 +146,5 @@ def test_a_draft_that_can_draft_both_ways_is_judged_by_the_faster_and_timed_by_b
         assert by_token is not None
         assert single == by_token.gamma, "the gamma that was timed as best"
         assert taus == {"sample": pytest.approx(curves.taus_at(single, name)["sample"])} | taus
-    plain = score_and_time(setup, target.model, drafts[:1])
+    plain = score_and_time(setup, target, drafts[:1])
     assert (plain.others, plain.drafts[-1].draft.drafting) == ((), "autoregressive")

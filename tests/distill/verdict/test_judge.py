@@ -40,7 +40,8 @@ def setting() -> Any:
         saved_dtype=torch.float32,
         dtype=torch.float32,
         device=target.device,
-        loaded=contextlib.nullcontext,
+        loaded=lambda: contextlib.nullcontext(target),
+        single_load=contextlib.nullcontext,
     )
     return whole, DraftModule(perturbed(target), Objective({"ce": 1.0})), settings, heldout
 
@@ -138,9 +139,20 @@ def test_a_rank_without_work_does_not_load_the_target(
     monkeypatch.setattr(module, "speed_warnings", lambda *models: ["slow here"])
     expected = judged(judge_of(setting, tmp_path), setting[1])
     whole, *others = setting
-    without = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "model"})
+    without = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "loaded"})
     assert judged(judge_of((without, *others), tmp_path), setting[1]) == expected
     assert expected["warnings"].count("slow here") == 1
+
+
+def test_a_target_that_does_not_fit_beside_training_is_one_line(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(module, "decode_live", full)
+    with pytest.raises(UserError, match=r"2\.00 GiB\); lower judge\.batch_size or set judge\.live: end"):
+        judged(judge_of(setting, tmp_path), setting[1])
 
 
 def test_parts_of_other_prompts_are_not_taken_for_these(setting: Any, tmp_path: Path) -> None:

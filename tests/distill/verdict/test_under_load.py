@@ -43,13 +43,14 @@ def judged(tiny_config: Path):
     target = Target(config.target, torch.device("cpu"))
     prompts = [(f"key{index}", [5 + index, 9, 11 + index]) for index in range(8)]
     settings = decode_settings(config.serving, config.seed, target)
-    responses, _ = decode(target.model, None, prompts, settings)
+    with target.loaded() as model:
+        responses, _ = decode(model, None, prompts, settings)
     heldout = [
         HeldoutResponse(one.key, "code", one.prompt_ids, one.response_ids, one.log_target_probs) for one in responses
     ]
     asked = JudgingSetup(config.judge, settings.under(Rule.named("sample"), 2), {Rule.named("sample"): heldout}, 100)
-    scored = score_and_time(asked, target.model, [NamedDraft(DRAFT, DRAFT, 0, Draft(carve(target.model, (0, -1))))])
-    return target, scored, gather(asked, target, scored)
+    scored = score_and_time(asked, model, [NamedDraft(DRAFT, DRAFT, 0, Draft(carve(model, (0, -1))))])
+    return model, scored, gather(asked, model, scored)
 
 
 def test_every_way_has_a_row_at_every_load(judged) -> None:
@@ -112,7 +113,7 @@ def test_ways_are_tuned_at_the_costs_of_the_load(judged, monkeypatch: pytest.Mon
     monkeypatch.setattr(drafts_module, "tuned_lookup", tuned)
     monkeypatch.setattr(judging_setup, "CROSS_FIT_BELOW", 0)
     history = evidence.setup.heldout[:2]
-    (timing,) = time_at_loads(replace(evidence.setup, history=history), target.model, scored, evidence.timing).timings
+    (timing,) = time_at_loads(replace(evidence.setup, history=history), target, scored, evidence.timing).timings
     assert texts_of_lookup == [(history, 3)]
     assert [way.name for way in timing.ways] == [DRAFT, LOOKUP, PAST, "early-exit", "lookahead"]
     assert timing.warnings == (
@@ -131,12 +132,12 @@ def test_a_load_that_does_not_fit_memory_is_a_warning(judged, monkeypatch: pytes
 
     monkeypatch.setattr(timing_module, "sample_ways", sampled)
     monkeypatch.setattr(timing_module, "clock", full)
-    (timing,) = time_at_loads(evidence.setup, target.model, scored, evidence.timing).timings
+    (timing,) = time_at_loads(evidence.setup, target, scored, evidence.timing).timings
     assert timing.clocked == {}
     assert timing.warnings[-1] == "latency at 3 concurrent requests was not measured: needs more"
     for module, name in ((timing_module, "sample_ways"), (evidence_module, "check_memory")):
         monkeypatch.setattr(module, name, full)
-        found = time_at_loads(evidence.setup, target.model, scored, evidence.timing)
+        found = time_at_loads(evidence.setup, target, scored, evidence.timing)
         assert (found.timings, found.warnings) == ((), ("judge.load 3 was not measured: needs more",))
 
 
@@ -152,4 +153,4 @@ def test_nothing_is_timed_that_was_not_asked_for(judged, monkeypatch: pytest.Mon
     target, scored, evidence = judged
     monkeypatch.delattr(evidence_module, "step_costs")
     silent = replace(evidence.setup, judge=evidence.setup.judge.model_copy(update={"load": ()}))
-    assert time_at_loads(silent, target.model, scored, evidence.timing) == Loads()
+    assert time_at_loads(silent, target, scored, evidence.timing) == Loads()
