@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from distill.run.provenance import describe_run
-from distill.run.readback_record import load_readback
+from distill.run.readback_record import ReadbackRecord
 from distill.run.verdict_record import load_verdict
 from result_file import write_result
 from speculative.errors import UserError
@@ -29,7 +29,7 @@ def main(
     out: Path = Path("engine_speed.json"),
 ) -> None:
     """Join the two files and write the result."""
-    verdict, served = load_verdict(run), load_readback(run)
+    verdict, served = load_verdict(run), ReadbackRecord.stored(run)
     if verdict.engine is None or served is None or not served.speed:
         raise UserError(f"{run}: use `understudy time` and `understudy readback --speed` first")
     own, replay, expected = served.served, served.replay, served.expected

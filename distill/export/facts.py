@@ -15,7 +15,7 @@ from distill.engines.protocol.engine import engine_in
 from distill.engines.protocol.facts import OnePass, Timed
 from distill.export.load_table import GammaPlan, drafts_by, gamma_plan
 from distill.models.load import public_name, resolve, without_folders
-from distill.run.result import Curves, load_result
+from distill.run.result import Curves, Result
 from distill.run.verdict_record import WAYS, Verdict, drafting_to_serve, load_verdict
 from speculative.engine.models import mask_token_of
 from speculative.errors import UserError
@@ -58,7 +58,7 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     verdict = load_verdict(run) if (run / VERDICT).exists() else None
     if verdict is not None and folder.resolve() != step_folder(run, verdict.drafts[-1].step or 0).resolve():
         verdict = None  # it belongs to another checkpoint
-    curves = load_result(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
+    curves = Result.read(run / RESULT).curves if verdict is not None and (run / RESULT).exists() else None
     provenance = Record.read(folder / PROVENANCE, "start the run's command again").record()
     base, paths = config.student.path, [source.path for source in config.data.train]
     provenance["data"] = [dataset_id(path) or Path(path).name for path in paths]

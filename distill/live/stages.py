@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
 
 from pydantic import Field
 
@@ -22,18 +21,10 @@ class Event(Record):
 class Stages(Record, frozen=False):
     """What a command did so far. since: start of the stage, Unix seconds. reason: why it began. events: the starts of all stages."""
 
-    FILE: ClassVar[str]
-    REMEDY: ClassVar[str]  # for a damaged file; {folder} is filled in
     stage: str
     since: float = 0.0
     reason: str = ""
     events: list[Event] = Field(default_factory=list)
-
-    @classmethod
-    def stored(cls, folder: Path) -> Self | None:
-        """The state in a folder; None if there is none. Raises UserError if it is damaged."""
-        path = folder / cls.FILE
-        return cls.read(path, cls.REMEDY.format(folder=folder)) if path.exists() else None
 
     def store(self, folder: Path) -> None:
         """Write the file atomically. Raises UserError if that fails."""

@@ -23,10 +23,10 @@ from distill.report.section import SECTIONS, Content, Section
 from distill.report.sections.tokens import token_text
 from distill.report.view import OUTCOMES, View
 from distill.run.lock import held_for
-from distill.run.readback_record import load_readback
-from distill.run.result import Result, RuleCurves, load_result
-from distill.run.verdict_record import load_engine_costs
+from distill.run.readback_record import ReadbackRecord
+from distill.run.result import Result, RuleCurves
 from speculative.errors import UserError
+from speculative.measure.engine_costs import EngineCosts
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -39,9 +39,9 @@ def write_page(source: Path, to: Path | None = None, prices: Prices | None = Non
     Raises UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run in use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
-    result, costs = load_result(path), load_engine_costs(path.parent)
+    result, costs = Result.read(path), EngineCosts.stored(path.parent)
     verdict = result.verdict.model_copy(update={"engine": costs}) if costs else result.verdict
-    result = result.model_copy(update={"readback": load_readback(path.parent), "verdict": verdict})
+    result = result.model_copy(update={"readback": ReadbackRecord.stored(path.parent), "verdict": verdict})
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):
         raise UserError(f"--page {html}: must end in .html")

@@ -1,6 +1,5 @@
 """The shape of readback.json: measurements of a serving engine with a run's draft, written by `understudy readback`."""
 
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -55,6 +54,8 @@ class ReadbackRecord(Record):
     """
 
     FORMAT: ClassVar[int | None] = 3
+    FILE: ClassVar[str] = READBACK
+    REMEDY: ClassVar[str] = "make it again with `understudy readback`"
     format: Literal[3] = Field(3, description="format of this file")
     engine: str = Field(description="name of the engine")
     version: str = Field("", description="version that the server reports")
@@ -100,9 +101,3 @@ class ReadbackRecord(Record):
     def where(self) -> str:
         """Name and version of the engine."""
         return f"{self.engine} {self.version}".strip()
-
-
-def load_readback(run: Path) -> ReadbackRecord | None:
-    """readback.json of a run; None if there was no readback; UserError if it is damaged or has an invalid value."""
-    path = run / READBACK
-    return ReadbackRecord.read(path, "make it again with `understudy readback`") if path.is_file() else None

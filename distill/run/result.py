@@ -1,6 +1,5 @@
 """The shape of result.json: everything a report, a comparison or a drift test reads about a judged draft."""
 
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -131,6 +130,10 @@ class Result(Record):
     """result.json. Sections that do not apply are null or empty."""
 
     FORMAT: ClassVar[int | None] = RESULT_FORMAT
+    REMEDY: ClassVar[str] = "make it again: finish the run, or use `understudy evaluate`"
+    ABSENT: ClassVar[str] = (
+        "not there: finish the run (start its command again), or make one with `understudy evaluate --out result.json`"
+    )
     format: Literal[2] = Field(description="format of this file")
     version: str = Field(description="version of understudy that wrote it")
     kind: str = Field(description="`run` or `evaluation`")
@@ -157,11 +160,3 @@ class Result(Record):
     config: Text = Field("", description="resolved config, YAML")
     provenance: dict[str, Any] = Field({}, description="commit, versions, command, machine, fingerprints")
     files: dict[str, str | None] = Field({}, description="other files in the same folder: {proposals}")
-
-
-def load_result(path: Path) -> Result:
-    """A result.json; UserError as `Record.read`; a file of another format has another value of `format`."""
-    absent = (
-        "not there: finish the run (start its command again), or make one with `understudy evaluate --out result.json`"
-    )
-    return Result.read(path, "make it again: finish the run, or use `understudy evaluate`", absent)

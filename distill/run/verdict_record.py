@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distill.config.layout import ENGINE_COSTS, VERDICT
+from distill.config.layout import VERDICT
 from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
 from speculative.measure.effects import Effects
@@ -65,6 +65,8 @@ class Verdict(Record):
     """verdict.json: the draft compared with the undistilled one, and every way to decode, timed. Null: not measured."""
 
     FORMAT: ClassVar[int | None] = 2
+    REMEDY: ClassVar[str] = "delete it, and start the run's command again"
+    ABSENT: ClassVar[str] = "not there: the run is not finished; start its command again"
     format: Literal[2] = Field(2, description="format of this file; version 0.1 wrote none")
     version: str = Field(description="version of understudy that wrote it")
     measured: list[Row] = Field(
@@ -151,16 +153,5 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 def load_verdict(run: Path) -> Verdict:
     """verdict.json of a finished run, with `engine` from engine_costs.json; UserError as `Record.read`."""
-    unfinished = "not there: the run is not finished; start its command again"
-    verdict = Verdict.read(run / VERDICT, "delete it, and start the run's command again", unfinished)
-    costs = load_engine_costs(run)
+    verdict, costs = Verdict.read(run / VERDICT), EngineCosts.stored(run)
     return verdict.model_copy(update={"engine": costs}) if costs else verdict
-
-
-def load_engine_costs(run: Path) -> EngineCosts | None:
-    """engine_costs.json of a run; None if no engine was timed.
-
-    Raises UserError: damaged, or a key is missing or has an invalid value.
-    """
-    path = run / ENGINE_COSTS
-    return EngineCosts.read(path, "delete it, and use `understudy time` again") if path.is_file() else None

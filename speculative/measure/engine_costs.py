@@ -69,6 +69,8 @@ class EngineCosts(Record):
     """engine_costs.json: step times of a serving engine at each number of concurrent requests, medians over repeats."""
 
     FORMAT: ClassVar[int | None] = 1
+    FILE: ClassVar[str] = "engine_costs.json"
+    REMEDY: ClassVar[str] = "delete it, and use `understudy time` again"
     format: Literal[1] = Field(1, description="format of this file")
     engine: str = Field(description="name and version")
     device: str = Field(description="kind of this machine's processor, or the engine's URL")

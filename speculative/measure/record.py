@@ -28,6 +28,9 @@ class Record(BaseModel):
     """A frozen record. Unknown keys are preserved, and keys that were never set are not written."""
 
     FORMAT: ClassVar[int | None] = None
+    FILE: ClassVar[str] = ""
+    REMEDY: ClassVar[str] = ""  # for a damaged file; {folder} is filled in
+    ABSENT: ClassVar[str] = "not there"
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     def record(self) -> dict[str, Any]:
@@ -35,11 +38,17 @@ class Record(BaseModel):
         return self.model_dump(exclude_unset=True)
 
     @classmethod
-    def read(cls, path: Path, remedy: str, absent: str = "not there") -> Self:
-        """The record that a JSON file holds.
+    def stored(cls, folder: Path) -> Self | None:
+        """The record in a folder's `FILE`; None if there is none. UserError as `read`."""
+        return cls.read(folder / cls.FILE) if (folder / cls.FILE).exists() else None
+
+    @classmethod
+    def read(cls, path: Path, remedy: str = "") -> Self:
+        """The record that a JSON file holds. ``remedy``: for a damaged file; by default the class's.
 
         Raises UserError: missing, not readable, damaged (NaN is not valid JSON), or a key is missing or has an invalid value.
         """
+        remedy = remedy or cls.REMEDY.format(folder=path.parent)
         try:
             tree = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
             if cls.FORMAT is not None and isinstance(tree, dict) and tree.get("format") != cls.FORMAT:
@@ -53,7 +62,7 @@ class Record(BaseModel):
         except UserError:
             raise
         except FileNotFoundError as error:
-            raise UserError(f"{path}: {absent}") from error
+            raise UserError(f"{path}: {cls.ABSENT}") from error
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             fault = (

@@ -52,7 +52,7 @@ from distill.live.options import GatewayOptions
 from distill.live.traffic.record import RecordError, TrafficRecord, from_line, to_line
 from distill.live.versions import Version, read_version
 from distill.models.load import AdapterBase, base_of_adapter, load_model, load_tokenizer
-from distill.run.result import Result, load_result
+from distill.run.result import Result
 from distill.run.verdict_record import Verdict
 from speculative.errors import LONGEST, UserError
 
@@ -430,7 +430,7 @@ PARSERS = {
     "run config": Parser(600, lambda _: {"run.yaml": CONFIG, "aliases.yaml": ALIASES},
         lambda name, content, folder: load_config(_written(content, folder / name)), RunConfig),
     "result.json": Parser(300, lambda _: {"result.json": json.dumps(RESULT).encode()},
-        lambda name, content, folder: load_result(_written(content, folder / name)), Result),
+        lambda name, content, folder: Result.read(_written(content, folder / name)), Result),
     "verdict.json": Parser(
         500, lambda _: {"verdict.json": json.dumps({"format": 2, **RESULT["verdict"]}).encode()},
         lambda name, content, folder: Verdict.read(_written(content, folder / name), "make it again"), Verdict,

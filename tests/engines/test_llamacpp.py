@@ -26,7 +26,7 @@ from distill.commands.readback.clock import time_command
 from distill.commands.readback.options import ReadbackOptions, TimeOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import seen_in
-from distill.config.layout import ENGINE_COSTS, EXPORT, VERDICT
+from distill.config.layout import EXPORT, VERDICT
 from distill.export.pair import check_pair
 from distill.models.load import EMBEDDED_FOLDER, load_model
 from distill.run.readback_record import ReadbackRecord
@@ -167,7 +167,7 @@ def test_it_is_timed_and_the_served_speed_stands_beside_the_prediction(run: Path
     flags = [*LLAMA_EXACT, *LLAMA_ALONE[:8]]
     options = TimeOptions(timed, flags, engine="llama.cpp", load="1,5", gamma="1,3", port=free_port())
     assert time_command(options) == 0
-    costs = EngineCosts.read(timed / ENGINE_COSTS, "")
+    costs = EngineCosts.read(timed / EngineCosts.FILE, "")
     assert costs.engine.startswith("llama.cpp ")
     assert [one.batch_size for one in costs.costs] == [1, 5]
     for one in costs.costs:

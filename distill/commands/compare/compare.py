@@ -34,12 +34,12 @@ from distill.config.layout import RESPONSES, best_student, find_student, run_of
 from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.responses import decode_settings
 from distill.run.session import context_limit
-from distill.run.verdict_record import load_engine_costs
 from distill.verdict.scored_drafts import step_costs, typical_length
 from speculative.drafters.draft import Draft, Drafting
 from speculative.engine.models import max_positions
 from speculative.errors import UserError
 from speculative.measure.cost import StepCosts
+from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.rule import RULES
 from speculative.rules.verify import draft_settings_for
@@ -175,7 +175,7 @@ def read_drafts(text: HeldoutSet, names: Sequence[str], gamma: int, timing: bool
         if timing and draft.shape not in by_shape:
             with text.target.loaded() as target:
                 by_shape[draft.shape] = _timed(text, target, draft, gamma)
-        engine = load_engine_costs(run) if (run := run_of(path)) else None
+        engine = EngineCosts.stored(run) if (run := run_of(path)) else None
         scored = Scored(
             name=path,
             path=path,

@@ -11,7 +11,7 @@ from distill.config.layout import REPORT, find_student
 from distill.models.load import load_model, model_fingerprint
 from distill.report.page import write_page
 from distill.run.lock import held_for
-from distill.run.result import Losslessness, Result, TaskScores, load_result
+from distill.run.result import Losslessness, Result, TaskScores
 from distill.run.session import open_pair
 from speculative.drafters.draft import drafts_of
 from speculative.errors import UserError
@@ -65,7 +65,7 @@ def result_of_draft(out: Path, request: Asked) -> tuple[Result | None, str]:
     if not out.is_file():
         return None, f"{out} does not exist; judge the draft first (the same command without the tests)"
     try:
-        result = load_result(out)
+        result = Result.read(out)
     except UserError as error:
         return None, str(error)
     theirs, ours = (yaml.safe_load(result.config) or {}).get("target", {}).get("path"), request.config.target.path

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from distill.commands.output import numbers_of
 from distill.commands.probe.options import ProbeOptions
-from distill.config.layout import ENGINE_COSTS, run_of
+from distill.config.layout import run_of
 from distill.report.durations import parse_seconds
 from distill.run.verdict_record import WAYS
 from speculative.drafters.draft import Draft
@@ -61,10 +61,10 @@ def read_plan(options: ProbeOptions) -> Plan:
     costs, runs = None, [run for item in options.drafts or () if (run := run_of(item))]
     durations = options.times if "," in options.times else ""
     file = Path(options.times) if options.times else None
-    if file is None and len(options.drafts or ()) == len(runs) == 1 and (runs[0] / ENGINE_COSTS).is_file():
-        file = runs[0] / ENGINE_COSTS
+    if file is None and len(options.drafts or ()) == len(runs) == 1 and (runs[0] / EngineCosts.FILE).is_file():
+        file = runs[0] / EngineCosts.FILE
     if file is not None and not durations:
-        engine = EngineCosts.read(file, "make it again with `understudy time`")
+        engine = EngineCosts.read(file)
         loads, gammas = [item.batch_size for item in engine.costs], list(engine.costs[0].verify_seconds)
         return Plan(temperatures, gammas, loads, engine.costs[0], engine=engine)
     if durations:

@@ -17,7 +17,6 @@ from distill.commands.options import ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
 from distill.commands.serve import started
-from distill.config.layout import ENGINE_COSTS
 from distill.engines.protocol.client import EngineClient
 from distill.report.measured import engine_parts
 from distill.run.heldout_set import load_heldout_set
@@ -45,7 +44,7 @@ def time_command(options: TimeOptions) -> int:
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
     verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
-    out = options.run / ENGINE_COSTS
+    out = options.run / EngineCosts.FILE
     check_writable("RUN", out)
     settings = decode_settings(heldout.config.serving, 0, heldout.target)
     blocks, reads, name = (*(defaultdict[tuple[int, int], list[float]](list) for _ in range(2)), "")

@@ -24,7 +24,7 @@ from distill.engines.protocol.engine import engine_in
 from distill.models.target import Target
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.lock import held_for
-from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextFitRecord, load_readback
+from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextFitRecord
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
@@ -58,7 +58,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         )
         aside = source.greedy if sampled else []
         whole = files[0].has(source.texts, source.settings) and not options.speed
-        earlier = load_readback(source.folder) if whole else None
+        earlier = ReadbackRecord.stored(source.folder) if whole else None
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
             clients[0].engine, clients[0].version = engine_in(earlier.engine), earlier.version

@@ -27,7 +27,7 @@ from distill.engines.protocol.counters import as_counts
 from distill.engines.protocol.counts import DraftCounts
 from distill.engines.protocol.engine import read_counts
 from distill.run.heldout_set import HeldoutSet
-from distill.run.readback_record import ReadbackRecord, load_readback
+from distill.run.readback_record import ReadbackRecord
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -79,7 +79,7 @@ def test_a_drafter_is_judged_without_a_run(served: Callable[..., FakeEngine], as
     assert found.survival_ci is not None
     for own, (low, high) in zip(found.survival["served"], found.survival_ci, strict=True):
         assert 0 <= low <= own <= high <= 1
-    assert load_readback(asked["to"]) == found
+    assert ReadbackRecord.stored(asked["to"]) == found
 
 
 def test_counters_alone_give_the_same_by_request(served: Callable[..., FakeEngine], asked: dict[str, Any]) -> None:

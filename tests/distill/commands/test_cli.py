@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from distill import cli
 from distill.config.command_line import run_program
-from distill.run.result import load_result
+from distill.run.result import Result
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT
@@ -144,7 +144,7 @@ def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tin
     )
     scored = ["--scorer", f"{tmp_path}/task.py:length", "--prompts", "6"]
     assert f"added to {out}" in run("evaluate", *judged, *proof, *scored)
-    after = load_result(out)
+    after = Result.read(out)
     assert after.losslessness is not None
     assert after.losslessness.passed
     assert [one.scorer for one in after.scores] == [f"{tmp_path}/task.py:length"]
@@ -153,10 +153,10 @@ def test_proofs_stand_beside_the_judgement_of_the_same_draft(tiny_run: Path, tin
     assert {key: proven[key] for key in before} == before, "nothing else has changed"
     # The same scorer again takes the place of the first; the checkpoint of other weights is not this draft.
     run("evaluate", *judged, *scored)
-    assert len(load_result(out).scores) == 1
+    assert len(Result.read(out).scores) == 1
     other = str(tiny_run / "checkpoints" / "step-000000")
     assert "judges another draft" in run("evaluate", other, *judged[1:], *scored)
-    assert load_result(out).losslessness == after.losslessness
+    assert Result.read(out).losslessness == after.losslessness
     run("show", str(out), "--page", str(tmp_path / "page.html"))
     page = (tmp_path / "page.html").read_text()
     for words in ("Is the text still the target", "Task scores", "task.py:length"):

@@ -17,7 +17,6 @@ from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command
 from distill.commands.readback.options import TimeOptions
-from distill.config.layout import ENGINE_COSTS
 from distill.run.heldout_set import load_heldout_set
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
@@ -51,7 +50,7 @@ def test_running_engines_are_timed_and_the_file_is_what_is_printed(
 ) -> None:
     with asking(timed, *(FakeEngine(Timed(*of)) for of in ((0, 0), (2, 1), (4, 3)))) as options:
         assert time_command(options) == 0
-    made = EngineCosts.read(timed / ENGINE_COSTS, "")
+    made = EngineCosts.read(timed / EngineCosts.FILE, "")
     assert made.engine == "vLLM 0.32.0"
     assert made.device.startswith("http://127.0.0.1:")
     assert [one.batch_size for one in made.costs] == [1, 3]
@@ -73,7 +72,7 @@ def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(timed: Path) -> No
     engines = [FakeEngine(Timed(*of), llama=True) for of in ((0, 0), (2, 1), (7, 2))]
     with asking(timed, *engines) as options:
         assert time_command(options) == 0
-    made = EngineCosts.read(timed / ENGINE_COSTS, "")
+    made = EngineCosts.read(timed / EngineCosts.FILE, "")
     assert made.engine == "llama.cpp 0.32.0"
     for one in made.costs:
         assert set(one.verify_seconds) == {2, 7}

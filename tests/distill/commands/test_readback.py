@@ -26,7 +26,7 @@ from distill.engines.protocol.client import Answer
 from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.heldout_set import HeldoutSet
-from distill.run.readback_record import ReadbackRecord, load_readback
+from distill.run.readback_record import ReadbackRecord
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
@@ -65,7 +65,7 @@ def test_an_engine_that_does_as_it_should_agrees(make: Callable[..., FakeEngine]
     else:
         assert found.text_fit is not None
         assert found.text_fit.same
-    assert load_readback(run) == found
+    assert ReadbackRecord.stored(run) == found
 
 
 def test_sums_alone_tell_the_same_tau(make: Callable[..., FakeEngine], run: Path) -> None:

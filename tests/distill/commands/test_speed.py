@@ -25,7 +25,7 @@ from distill.commands.readback.asking import AnswerFile, Replies
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.commands.readback.speed import check_speed, seen_in
-from distill.config.layout import ENGINE_COSTS, VERDICT
+from distill.config.layout import VERDICT
 from distill.engines.protocol.client import Answer, EngineClient
 from distill.engines.protocol.counts import DraftCounts
 from distill.export.load_table import gamma_plan
@@ -33,7 +33,7 @@ from distill.report.measured import engine_parts
 from distill.report.page import write_page
 from distill.report.screen import last_screen
 from distill.report.sections.readback import speed_table
-from distill.run.readback_record import load_readback
+from distill.run.readback_record import ReadbackRecord
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
 
@@ -79,7 +79,7 @@ def replace_prefill(costs: EngineCosts) -> EngineCosts:
 def timed_run(tiny_run: Path, tmp_path: Path) -> Path:
     made = tmp_path / "timed"
     shutil.copytree(tiny_run, made, symlinks=True)
-    (made / ENGINE_COSTS).write_text(costs_of().model_dump_json())
+    (made / EngineCosts.FILE).write_text(costs_of().model_dump_json())
     return made
 
 
@@ -98,14 +98,14 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
     for text in (screen, page):
         assert "predicted (engine vLLM 0.32.0)" in text
         assert "plain decoding is faster" in text
-    (timed_run / ENGINE_COSTS).unlink()
+    (timed_run / EngineCosts.FILE).unlink()
     assert "predicted (engine" not in write_page(timed_run).read_text()
     assert engine_parts(load_verdict(timed_run)) == []
 
 
 def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    shutil.copy(timed_run / ENGINE_COSTS, file)
+    shutil.copy(timed_run / EngineCosts.FILE, file)
     for options in (ProbeOptions("embedded", ["x"], times=str(file)), ProbeOptions("embedded", [str(timed_run)])):
         plan = read_plan(options)
         assert (plan.batch_sizes, plan.gammas) == ([1, 4], [1, 3])
@@ -228,7 +228,7 @@ def judged(run: Path, tmp_path: Path) -> Path:
     shutil.copytree(run, made, symlinks=True)
     verdict = json.loads((made / "result.json").read_text())["verdict"]
     (made / VERDICT).write_text(json.dumps(verdict))
-    (made / ENGINE_COSTS).write_text(costs_of().model_dump_json())
+    (made / EngineCosts.FILE).write_text(costs_of().model_dump_json())
     return made
 
 
@@ -289,7 +289,7 @@ def test_servers_are_asked_one_at_a_time_at_each_load(
         assert one.served.gamma == GAMMA
         assert one.served.how["speed_up"] == "served"
         assert one.holds == (abs(one.difference) <= 0.1)
-    assert load_readback(judged) == found
+    assert ReadbackRecord.stored(judged) == found
     table, printed = speed_table(found), capsys.readouterr().out
     assert [row[0] for row in table.texts()] == ["1", "4"]
     assert "within 10 %" in printed
@@ -308,6 +308,6 @@ def test_an_engine_that_counts_by_counters_alone_is_compared_at_every_load(
 def test_missing_inputs_of_speed_are_reported_before_any_request(judged: Path) -> None:
     url = "http://127.0.0.1:9"
     assert "with --plain" in refused(readback_command, ReadbackOptions(url, judged, speed=True))
-    (judged / ENGINE_COSTS).unlink()
+    (judged / EngineCosts.FILE).unlink()
     told = refused(readback_command, ReadbackOptions(url, judged, plain=url, speed=True))
     assert "has no engine_costs.json; make it with `understudy time" in told

@@ -20,7 +20,7 @@ from distill.config.layout import RESULT
 from distill.report.figures import figures_of
 from distill.report.page import render_page, write_page
 from distill.report.view import OUTCOMES, View
-from distill.run.result import load_result
+from distill.run.result import Result
 from speculative.errors import UserError
 from speculative.measure.measured import DRAFT
 
@@ -236,7 +236,7 @@ def test_the_page_is_written_beside_the_result_or_where_one_asks(result: dict[st
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_page(tmp_path, tmp_path / "file" / "report.html")
-    assert load_result(tmp_path / RESULT) == typed(result)
+    assert Result.read(tmp_path / RESULT) == typed(result)
 
 
 def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
@@ -273,5 +273,5 @@ def test_an_incomplete_result_is_one_line(spoil: Any, said: str, result: dict[st
 @pytest.mark.parametrize("text", ['{"format": 1', "", '{"format": 1, "x": NaN}', "[]", "\x00"])
 def test_a_damaged_result_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / RESULT).write_text(text)
-    told = refused(load_result, tmp_path / RESULT)
+    told = refused(Result.read, tmp_path / RESULT)
     assert re.search(r"result\.json: (cannot be read|the file has an invalid value)", told)

@@ -22,7 +22,7 @@ from distill.config.load import load_config
 from distill.models.draft import load_draft
 from distill.models.load import load_model
 from distill.models.target import Target
-from distill.run.result import load_result
+from distill.run.result import Result
 from distill.verdict import conclusion
 from distill.verdict.evidence import with_speeds
 from distill.verdict.token_view import spread_over, writers
@@ -275,7 +275,7 @@ def test_a_served_draft_that_cannot_be_judged_is_refused_before_the_work(
 
 def test_a_run_is_finished_when_verdict_json_is_there(tiny_run: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(conclusion, "write_page", full_disk)
-    result = load_result(tiny_run / "result.json")
+    result = Result.read(tiny_run / "result.json")
     with pytest.raises(OSError, match="No space"):
         conclusion.write_conclusion(tmp_path, result)
     assert (tmp_path / "result.json").exists()
