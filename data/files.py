@@ -1,7 +1,6 @@
 """Atomic writes of files, and manifests that record what a folder was made from."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +8,8 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from speculative.errors import UserError
 
@@ -27,18 +28,16 @@ def writing(place: str | Path, left: str = "") -> Iterator[None]:
         raise UserError(f"{place}: cannot be written ({error.strerror or error}){left}") from error
 
 
-@contextlib.contextmanager
-def locked(path: Path, busy: str = "") -> Iterator[None]:
-    """Hold the lock of a file; the system releases it when the process ends. If another process holds it: wait, or UserError ``busy``."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except BlockingIOError as error:
-            raise UserError(busy) from error
-        yield
+def locked(path: Path, busy: str = "", *, by_process: bool = False) -> AcquireReturnProxy:
+    """Hold the lock of a file until the end of a `with` or of the process. If it is held: wait, or UserError ``busy``.
+
+    ``by_process``: the process may hold it several times.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(path.resolve(), 0 if busy else -1, thread_local=False, is_singleton=by_process).acquire()
+    except Timeout as error:
+        raise UserError(busy) from error
 
 
 @contextlib.contextmanager

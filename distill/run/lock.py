@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import AcquireReturnProxy
 
-from data.files import write_bytes, writing
+from data.files import locked, write_bytes, writing
 from distill.config.layout import CONFIG, HOLDER, LOCK, PROMPTS
-from speculative.errors import UserError
 
 
 def hold(folder: Path) -> AcquireReturnProxy:
@@ -21,16 +20,12 @@ def hold(folder: Path) -> AcquireReturnProxy:
 
     A process may hold it several times. UserError: another process holds it (the message says which), or it cannot be written.
     """
+    holder = "another process"
+    with contextlib.suppress(OSError):
+        holder = (folder / HOLDER).read_text(encoding="utf-8", errors="replace").strip()
     with writing(folder, "; write elsewhere, a run by output=FOLDER"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=True)
-        try:
-            held = lock.acquire()
-        except Timeout as error:
-            holder = "another process"
-            with contextlib.suppress(OSError):
-                holder = (folder / HOLDER).read_text(encoding="utf-8", errors="replace").strip()
-            raise UserError(f"{folder}: in use by {holder}; wait for it, end it, or write elsewhere") from error
+        busy = f"{folder}: in use by {holder}; wait for it, end it, or write elsewhere"
+        held = locked(folder / LOCK, busy, by_process=True)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         command = " ".join(shlex.join(sys.orig_argv).split())
         holder = f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}\n"
