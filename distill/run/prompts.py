@@ -138,11 +138,13 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
 
 
 def _is_stored(folder: Path, made_with: Manifest, judged: int) -> bool:
-    """Whether these prompts are stored and undamaged."""
+    """Whether these prompts are stored and undamaged. A source that is gone is not needed."""
     with contextlib.suppress(UserError, OSError, KeyError):  # Missing or damaged prompts are rendered again.
         stored = read_manifest(folder)
         enough = stored["heldout"] >= judged or stored["heldout_whole"]
-        return stored["made_with"] == made_with and enough and stored["files"] == _digests(folder)
+        sources = [now or then for now, then in zip(made_with["sources"], stored["made_with"]["sources"], strict=False)]
+        same = stored["made_with"] == {**made_with, "sources": sources}
+        return same and enough and stored["files"] == _digests(folder)
     return False
 
 

@@ -84,6 +84,8 @@ def test_prompts_are_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert list(load_prompts(data, TOKENIZER, 100, 10, 4, run=other).train) == list(first.train)
         (tmp_path / "prompts.jsonl").unlink()
         assert held_out(data, 4, run) == first.heldout, "the sources are not needed"
+        again = loaded(data, run=run)
+        assert (list(again.train), again.heldout) == (list(first.train), first.heldout)
     assert {path.name for path in (run / PROMPTS).iterdir()} == {"train.arrow", "heldout.arrow", "manifest.json"}
 
 
