@@ -21,7 +21,7 @@ from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, row_of
-from data.responses.server_identity import TEXTS, TOP, recognise
+from data.responses.server_identity import TEXTS, TOP, ServerIdentity, recognise
 from data.responses.store import Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore
@@ -118,7 +118,7 @@ class EndpointTarget:
         """Refuse another model than the one that answered before."""
         if self.record is not None:
             says = [self._next_token(text) for text in TEXTS]
-            recognise(self.record, {"model": self.model, "root": self._root, "next": says}, self.endpoint.url)
+            recognise(self.record, ServerIdentity(model=self.model, root=self._root, next=says), self.endpoint.url)
 
     def _next_token(self, text: str) -> dict[str, float]:
         """Log-probabilities of the most probable tokens after a text; empty if the server does not return them."""

@@ -1,12 +1,12 @@
 """Recognise the model of a server by its next-token probabilities after fixed texts, which are stored with the responses."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from data.files import write_json
+from data.files import write_json, writing
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 # Each has many continuations, so that another model, or the same one after more training, has other probabilities.
 TEXTS = ("The most important thing about", "def process(data):\n    ", "Q: What should I do next?\nA:")
@@ -31,27 +31,30 @@ def difference(before: Says, now: Says) -> float:
     return sum(gaps) / max(len(gaps), 1)
 
 
-def recognise(path: Path, now: dict[str, Any], url: str) -> None:
-    """Record which model answers, or refuse another model than the one that answered before.
+class ServerIdentity(Record):
+    """Which model answers. root: where the server says that it found the weights. next: after each of `TEXTS`."""
 
-    ``path``: the record. ``now``: {model, root, next: `Says`}; `root` is where the server says that it found the weights.
+    REMEDY: ClassVar[str] = "delete it if the server has the same model as before"
+    model: str
+    root: str | None
+    next: list[dict[str, float]]
+
+
+def recognise(path: Path, now: ServerIdentity, url: str) -> None:
+    """Record which model answers, or refuse another model than the one that answered before. ``path``: the record.
 
     Raises UserError: another model; a record that cannot be read or written.
     """
-    try:
-        if not path.exists():
+    before = ServerIdentity.stored(path)
+    if before is None:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, now)
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        apart = difference(before["next"], now["next"])
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read or written ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: damaged; delete it if the server has the same model as before") from error
-    if before["model"] == now["model"] and apart <= NOISE:
+            write_json(path, now.record())
         return
-    was, is_ = (f"{one['model']} from {one['root']}" if one["root"] else one["model"] for one in (before, now))
+    apart = difference(before.next, now.next)
+    if before.model == now.model and apart <= NOISE:
+        return
+    was, is_ = (f"{one.model} from {one.root}" if one.root else one.model for one in (before, now))
     raise UserError(
         f"{url}: {is_} is not the model that answered before ({was}): after fixed texts its log-probabilities differ by {apart:.2f} "
         f"nats, above the noise of {NOISE}; serve the earlier model, or give the run another name (record: {path})"

@@ -17,16 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
 from rich.console import Console
 
 from data.hub import hub_id
 from data.responses.engine_http import answers, listening
 from distill.commands.options import ServeOptions
-from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, SERVING_FORMAT, run_of
+from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, run_of
 from distill.config.load import load_config
 from distill.engines.protocol.engine import Engine, Service, known_engines
-from distill.engines.protocol.facts import EngineFacts
+from distill.engines.protocol.facts import EngineFacts, Serving
 from distill.engines.protocol.verdict import check, check_directory_name, server_command
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
@@ -187,20 +186,12 @@ def _check_files(name: str, words: list[str], directory: Path, target: str) -> N
 def read_export(path: Path) -> tuple[Path, EngineFacts]:
     """Return (the export that `path` is or contains, the facts that its commands are built from)."""
     directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
-    try:
-        serving = json.loads((directory / SERVING_FILE).read_text(encoding="utf-8"))
-        if serving["format"] != SERVING_FORMAT:
-            raise ValueError(serving["format"])
-        facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
-    except FileNotFoundError as error:
-        if run_of(path) is None:
-            raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE})") from error
-        raise UserError(f"{path}: no export; write it with `understudy export {path} --to {path / EXPORT}`") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{directory / SERVING_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); export again"
-        ) from error
-    return directory, facts
+    serving = Serving.stored(directory)
+    if serving is None and run_of(path) is None:
+        raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE})")
+    if serving is None:
+        raise UserError(f"{path}: no export; write it with `understudy export {path} --to {path / EXPORT}`")
+    return directory, serving.facts
 
 
 @contextlib.contextmanager

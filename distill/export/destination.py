@@ -1,18 +1,19 @@
 """Check the destination of an export, and create the directory atomically."""
 
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from data.files import open_modes
 from distill.config.layout import SERVING_FILE, SERVING_FORMAT
 from distill.engines.protocol.verdict import check_directory_name
 from distill.run.lock import held_for
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 
 def check_destination(to: str | Path, *, sources: list[Path], overwrite: bool = False) -> Path:
@@ -73,11 +74,10 @@ def _swap(working: Path, path: Path) -> None:
 
 
 def _check_replaceable(path: Path, overwrite: bool) -> None:
-    try:
-        serving = json.loads((path / SERVING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        serving = None
-    if not isinstance(serving, dict) or serving.get("format") != SERVING_FORMAT:
+    serving: dict[str, Any] = {}
+    with suppress(UserError):
+        serving = Record.read(path / SERVING_FILE).record()
+    if serving.get("format") != SERVING_FORMAT:
         raise UserError(f"export directory {path}: it is not empty and not an earlier export; choose a new directory")
     if not overwrite:
         raise UserError(f"export directory {path}: it has an earlier export; pass --overwrite or choose another")

@@ -1,5 +1,6 @@
 """Check the files of a pair before it is served: what breaks serving in which engine, and what is served otherwise than measured."""
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from distill.config.layout import SERVING_FILE
 from distill.engines.protocol.engine import known_engines
-from distill.engines.protocol.facts import EngineFacts, gather_facts
+from distill.engines.protocol.facts import EngineFacts, Serving, gather_facts
 from distill.engines.protocol.verdict import check
 from distill.models.files.gguf import read_gguf, tokens_of
 from distill.models.load import base_of_adapter, resolve
@@ -77,12 +77,10 @@ def check_pair(
 
 def _schedule(draft: str) -> dict[str, Any]:
     """Return the gammas that an export is served with; only `gamma` for another draft."""
-    try:
-        serving = json.loads((Path(resolve(draft)) / SERVING_FILE).read_text(encoding="utf-8"))
-        facts = TypeAdapter(EngineFacts).validate_python(serving["facts"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {"gamma": 1}
-    return {name: getattr(facts, name) for name in ("gamma", "gamma_by_load", "timed_in", "one_pass")}
+    with contextlib.suppress(UserError):
+        facts = Serving.read(Path(resolve(draft)) / SERVING_FILE).facts
+        return {name: getattr(facts, name) for name in ("gamma", "gamma_by_load", "timed_in", "one_pass")}
+    return {"gamma": 1}
 
 
 def pair_notes(facts: EngineFacts) -> list[str]:

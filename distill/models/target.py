@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from distill.models.load import (
 from distill.models.vocabulary import vocabulary_rows
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
+from speculative.measure.record import Record
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -235,11 +235,9 @@ class Target:
 
     def _stored(self) -> dict[str, Any]:
         """Return what an earlier start wrote; empty if nothing can be read."""
-        try:
-            values = json.loads((self._run / TARGET_FACTS).read_text(encoding="utf-8")) if self._run else {}
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        with contextlib.suppress(UserError):
+            return Record.read(self._run / TARGET_FACTS).record() if self._run else {}
+        return {}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -38,9 +38,9 @@ class Record(BaseModel):
         return self.model_dump(exclude_unset=True)
 
     @classmethod
-    def stored(cls, folder: Path) -> Self | None:
-        """The record in a folder's `FILE`; None if there is none. UserError as `read`."""
-        return cls.read(folder / cls.FILE) if (folder / cls.FILE).exists() else None
+    def stored(cls, place: Path) -> Self | None:
+        """The record in a folder's `FILE`, or in a file where records of a class have no name of their own; None if there is none."""
+        return cls.read(place / cls.FILE) if (place / cls.FILE).exists() else None
 
     @classmethod
     def read(cls, path: Path, remedy: str = "") -> Self:

@@ -4,10 +4,11 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import cache_utils
 
+from distill.config.layout import SERVING_FILE
 from distill.models.files.gguf import pre_tokenizer_name
 from distill.models.load import saved_dtype
 from distill.models.quantized import quantization_of
@@ -23,6 +24,7 @@ from distill.models.vocabulary import (
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.measure.load import MOST_LOAD
 from speculative.measure.measured import Measured
+from speculative.measure.record import Record
 from speculative.rules.sampling import SamplingSettings
 
 # First and last number of concurrent requests, and gamma there; 0 means plain decoding.
@@ -145,6 +147,15 @@ class EngineFacts:
             where = f"from {first}" if last == MOST_LOAD else f"{first} to {last}" if last > first else f"{first}"
             parts.append(f"{where}: {f'gamma {gamma}' if gamma else 'plain decoding'}")
         return "; ".join(parts)
+
+
+class Serving(Record):
+    """What programs read of serving.json; its other keys are for people."""
+
+    FILE: ClassVar[str] = SERVING_FILE
+    REMEDY: ClassVar[str] = "export again"
+    format: Literal["understudy-serving"]
+    facts: EngineFacts
 
 
 def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any) -> EngineFacts:

@@ -256,7 +256,7 @@ EVIL = "3 --trust-remote-code --middleware evil.mod"
 )
 def test_words_in_place_of_numbers_are_refused(tmp_path: Path, options: ServeOptions, facts: dict[str, Any]) -> None:
     other = write_export(tmp_path / "evil", **facts)
-    assert "serving.json: cannot be read" in refused(words_of, replace(options, run=other))
+    assert "serving.json: key facts." in refused(words_of, replace(options, run=other))
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pyt
         serve(replace(options, run=other))
     other = write_export(tmp_path / "b")
     (other / "serving.json").write_text("[]")
-    with pytest.raises(UserError, match=r"serving\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"serving\.json: the file has an invalid value"):
         serve(replace(options, run=other))
     (other / "serving.json").unlink()
     with pytest.raises(UserError, match=r"understudy export .*my run"):

@@ -15,6 +15,7 @@ from transformers import Gemma3nTextConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from distill import cli
+from distill.config.layout import SERVING_FORMAT
 from distill.engines.protocol.facts import _shape
 from distill.export.pair import check_pair
 from distill.models.files.gguf import read_gguf
@@ -201,7 +202,7 @@ def test_a_row_of_gamma_0_of_an_export_is_reported(target, draft):
         "target_quantised": False,
         "gamma_by_load": [[1, 3, 4], [4, 4096, 0]],
     }
-    (draft / "serving.json").write_text(json.dumps({"facts": facts}))
+    (draft / "serving.json").write_text(json.dumps({"format": SERVING_FORMAT, "facts": facts}))
     notes = [one for one in found(target, draft) if "vllm#49548" in one.text]
     assert [one.engines for one in notes] == [(VLLM,)]
     (draft / "serving.json").write_text('{"facts": 1')
