@@ -1,7 +1,6 @@
 """`accelerate launch -m distill.train CONFIG key=value ...`: a run from config to verdict. A killed run resumes."""
 
 import gc
-import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from distill.verdict.conclusion import conclude_run
 from distill.verdict.judge import DraftJudge, require_served
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
+from speculative.measure.record import Record
 from speculative.measure.self_checks import SelfCheckError
 
 # Checkpoints at which live decoding and replay may differ before the run stops.
@@ -187,7 +187,7 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
             record = judge(step, draft, path.parent)
             run.record(path, lambda: record)
         run.say(judge.headline(record))
-    record = run.seen(lambda: json.loads(path.read_text(encoding="utf-8")))
+    record = run.seen(lambda: Record.read(path).record())
     if run.main:
         shutil.rmtree(path.parent / JUDGING, ignore_errors=True)
     flat = judged_scalars(record)

@@ -1,6 +1,5 @@
 """Checkpoints: write atomically, find, record judgements, delete old states."""
 
-import json
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from distill.config.layout import (
 from distill.run.run import Progress, Run
 from speculative.errors import UserError
 from speculative.evaluate import Judgement
+from speculative.measure.record import Record
 from speculative.progress import each, phase
 
 
@@ -116,7 +116,7 @@ def missed_checks(run: Path) -> list[int]:
 
 def _judgements(run: Path) -> list[tuple[int, dict[str, Any]]]:
     paths = {step: step_folder(run, step) / JUDGEMENT for step in list_steps(run)}
-    return [(step, json.loads(path.read_text(encoding="utf-8"))) for step, path in paths.items() if path.exists()]
+    return [(step, Record.read(path).record()) for step, path in paths.items() if path.exists()]
 
 
 def point_best(run: Path, step: int) -> None:
@@ -147,4 +147,4 @@ def resume_point(run: Path) -> tuple[Progress, Path | None]:
     if step is None:
         return Progress(), None
     folder = step_folder(run, step)
-    return Progress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8"))), folder
+    return Progress(**Record.read(folder / PROGRESS, f"delete {folder} and start the command again").record()), folder

@@ -24,6 +24,7 @@ from distill.config.origin import remember_origin, spelled
 from distill.config.run import RunConfig
 from distill.run.lock import hold
 from speculative.errors import UserError
+from speculative.measure.record import Record
 from speculative.progress import each, hide, phase
 
 PATIENCE = 60.0  # Seconds. NFS caches the contents of a folder for 3 to 60.
@@ -170,7 +171,7 @@ class Run:
 
         def kept() -> dict[str, Any]:
             if path.exists():
-                return json.loads(path.read_text(encoding="utf-8"))
+                return Record.read(path).record()
             made = make()
             write_json(path, made)
             return made

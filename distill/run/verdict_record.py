@@ -65,7 +65,6 @@ class Verdict(Record):
     """verdict.json: the draft compared with the undistilled one, and every way to decode, timed. Null: not measured."""
 
     FORMAT: ClassVar[int | None] = 2
-    REMEDY: ClassVar[str] = "delete it, and start the run's command again"
     ABSENT: ClassVar[str] = "not there: the run is not finished; start its command again"
     format: Literal[2] = Field(2, description="format of this file; version 0.1 wrote none")
     version: str = Field(description="version of understudy that wrote it")

@@ -1,7 +1,6 @@
 """End a run or an evaluation: gather evidence, make the verdict and the findings, and write them."""
 
 import datetime
-import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,7 +41,7 @@ from speculative.explain.target_view import target_entropies
 from speculative.explain.token_class import token_pieces
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import CURVE_GAMMAS, rule_curve
-from speculative.measure.record import VERSION
+from speculative.measure.record import VERSION, Record
 from speculative.progress import phase
 from speculative.rules.rule import RULES, Rule
 from speculative.rules.sampling import SamplingSettings
@@ -116,7 +115,7 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
             trained_on=data.domains,
         )
     about = {
-        "provenance": json.loads((step_folder(run, best.step or 0) / PROVENANCE).read_text(encoding="utf-8")),
+        "provenance": Record.read(step_folder(run, best.step or 0) / PROVENANCE).record(),
         "config": dump_config(config),
         "serve": serve_commands(run, target, verdict, settings.sampling, result.curves),
         "files": {"proposals": PROPOSALS if live else None},

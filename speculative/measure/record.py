@@ -29,7 +29,7 @@ class Record(BaseModel):
 
     FORMAT: ClassVar[int | None] = None
     FILE: ClassVar[str] = ""
-    REMEDY: ClassVar[str] = ""  # for a damaged file; {folder} is filled in
+    REMEDY: ClassVar[str] = "delete it, and start the command again"  # for a damaged file; {folder} is filled in
     ABSENT: ClassVar[str] = "not there"
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 

@@ -13,13 +13,14 @@ import torch
 from failures import Killed, files_no_larger_than, full_disk, killed
 from file_modes import other_modes, umask
 from refusals import refused
-from tiny_training import make_loop, run_config, tiny_tokenizer
+from tiny_training import fresh_accelerator, make_loop, run_config, tiny_tokenizer
 
 from data import files
 from distill.config.layout import PROGRESS, list_steps, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
 from distill.run import checkpoint
+from distill.run import run as module
 from distill.run.checkpoint import load_judgements
 from distill.run.run import claim_folder
 from speculative.errors import UserError
@@ -32,6 +33,15 @@ def test_claim_writes_the_resolved_config(tmp_path: Path) -> None:
     claim_folder(config)
     assert load_config(config.folder / "config.yaml") == config
     assert {path.name for path in config.folder.iterdir()} == {"began.txt", "config.yaml"}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"alpha": NaN}'])
+def test_a_damaged_record_of_a_run_is_one_line(tmp_path: Path, content: str) -> None:
+    run, path = module.Run(run_config(tmp_path), fresh_accelerator(tmp_path)), tmp_path / "self_checks.json"
+    path.write_text(content)
+    said = refused(run.record, path, dict)
+    assert said.startswith(f"{path}: ")
+    assert said.endswith("; delete it, and start the command again")
 
 
 def claim_and_produce(config: RunConfig) -> None:
