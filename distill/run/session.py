@@ -66,7 +66,8 @@ def context_limit(*limits: int | None) -> int:
 class Pair:
     """A target with its draft, as they would be served, and held-out prompts that fit both.
 
-    `model`: the target's weights. `context`: maximum tokens of prompt and response for both. `settings`: plain decoding at the serving settings.
+    `model`: the target's weights. `context`: maximum tokens of prompt and response for both. `settings`: plain decoding at the serving
+    settings.
     """
 
     target: Target

@@ -116,14 +116,14 @@ class DraftJudge:
         alone = self.run.config.target.shard
         try:
             with self.target.single_load():
-                found = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
+                dealt = self.run.dealt(parts, f"live-{digest}", groups, work, alone)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"judge.live: checkpoint decodes with the whole target {self.run.config.target.path} beside the training state, which does "
                 f"not fit in memory ({str(error).splitlines()[0]}); lower judge.batch_size or set judge.live: end"
             ) from error
-        check = live_check([LiveSums(**item) for part in found for item in part["sums"]])
-        slow = dict.fromkeys(item for part in found for item in part["slow"])
+        check = live_check([LiveSums(**item) for part in dealt for item in part["sums"]])
+        slow = dict.fromkeys(item for part in dealt for item in part["slow"])
         warnings = agreement_warning(check.replay), *slow
         return {"live_check": check.record(), "warnings": [item for item in warnings if item]}
 

@@ -65,7 +65,7 @@ def test_a_run_from_stored_probabilities_loads_its_target(
     overrides: list[str], first: int, again: int, tiny_config: Path, tiny_run: Path, tmp_path: Path, loads: list[str]
 ) -> None:
     overrides = [f"output={tmp_path}", "signal.k=8", "signal.source=store", *SHORT, *overrides]
-    overrides += [f"student.path={best_student(tiny_run)}", "student.layers=null"] * (
+    overrides += [f"student.path={best_student(tiny_run)}", "student.layers=[0, -1]"] * (
         "student.init=pretrained" in overrides
     )
     respond.run(tiny_config, overrides)
