@@ -12,6 +12,7 @@ from typing import Any
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # the manifest's key for the checksum of its other keys
@@ -105,11 +106,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a store, without its checksum, which is checked; UserError if it is missing or damaged."""
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        checksum = content.pop(CHECKSUM, None)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as a manifest; delete the folder to make it again") from error
+    content = Record.read(path, "delete the folder to make it again").record()
+    checksum = content.pop(CHECKSUM, None)
     # A manifest without a checksum has another format; comparing the keys gives a clearer message.
     if checksum is not None and checksum != _digest(content):
         raise UserError(f"{path}: damaged, its checksum does not match; delete the folder to make it again")

@@ -8,6 +8,7 @@
 A version appears complete or not at all. Only `make_current` moves `current`: after a successful rollout, or with `--approve`.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from data.files import locked, write_bytes, writing
 from distill.config.layout import PROVENANCE
 from speculative.errors import UserError
+from speculative.measure.record import Record
 
 CURRENT, HISTORY = "current", "history.jsonl"
 _LOCK = ".lock"
@@ -51,13 +53,11 @@ class Version:
 def read_version(folder: Path) -> Version:
     """The version in a folder or at a link to one. Raises UserError if there is none."""
     folder = folder.resolve()
-    try:
-        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    with contextlib.suppress(UserError, KeyError):
+        provenance = Record.read(folder / PROVENANCE).record()
         named = _NAME.fullmatch(folder.name) and provenance["version"] == folder.name
         if named and isinstance(provenance["parent"], str | None):
             return Version(folder, provenance)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise UserError(f"{folder}: not a draft version; give a folder such as drafts/NAME/v0001 of `understudy refresh`")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ from speculative.measure.record import Record
 from speculative.rules.sampling import SamplingSettings
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """Facts of a target that a run needs without the weights."""
+class TargetFacts(Record):
+    """Facts of a target that a run needs without the weights. source: the config keys and files of the model that they are about."""
 
+    source: dict[str, Any]
     path: str
     revision: str | None
     fingerprint: str
@@ -70,7 +70,8 @@ class Target:
         self._run = run
         self._model: PreTrainedModel | None = None
         self._blocks = 0  # open ones, of which the last to end frees the weights
-        self._facts = self._known_facts()
+        stored = self._stored()
+        self._facts = stored if stored is not None and stored.source == self._source() else None
 
     @contextlib.contextmanager
     def loaded(self, on_host: bool = False) -> Iterator[PreTrainedModel]:
@@ -124,12 +125,14 @@ class Target:
     @property
     def facts(self) -> TargetFacts:
         """Facts of the target; the weights are loaded for them if no facts are stored."""
-        if self._facts is None:
-            if self.config.endpoint is not None:
-                self._facts = self._endpoint_facts()
-            else:
-                with self.loaded() as model:
-                    self._facts = self._facts_of(model)
+        if self._facts is None and self.config.endpoint is not None:
+            saved, dtype = saved_dtype(self.side.config), dtype_of(self.config.dtype, self.device)
+            name = f"endpoint {self.endpoint.model}"
+            self._facts = self._facts_of(self.side, name, saved if isinstance(dtype, str) else dtype, 0)
+        elif self._facts is None:
+            with self.loaded() as model:
+                self._refuse_no_numbers(model)
+                self._facts = self._facts_of(model, self._fingerprint(model), model.dtype, model.num_parameters())
         return self._facts
 
     @property
@@ -146,24 +149,25 @@ class Target:
         """Write the facts into the run, unless it has responses of another target. Call it on one rank only."""
         if self._run is None:
             return
-        others = self._stored().get("fingerprint", self.facts.fingerprint) != self.facts.fingerprint
+        stored = self._stored()
+        others = stored is not None and stored.fingerprint != self.facts.fingerprint
         if not (others and (self._run / RESPONSES).exists()):
-            write_json(self._run / TARGET_FACTS, asdict(self.facts) | {"asked": self._asked()})
+            write_json(self._run / TARGET_FACTS, self.facts.record())
 
-    def _facts_of(self, model: PreTrainedModel) -> TargetFacts:
-        limit = max_positions(model.config)
-        saved = saved_dtype(self.side.config)
-        self._refuse_no_numbers(model)
+    def _facts_of(
+        self, side: PreTrainedModel | TargetSide, fingerprint: str, dtype: torch.dtype, parameters: int
+    ) -> TargetFacts:
         return TargetFacts(
-            self.config.path,
-            self.config.revision,
-            self._fingerprint(model),
-            _name(model.dtype),
-            _name(saved),
-            end_token_ids(model, self.tokenizer),
-            limit,
-            vocabulary_rows(model.config),
-            model.num_parameters(),
+            source=self._source(),
+            path=self.config.path,
+            revision=self.config.revision,
+            fingerprint=fingerprint,
+            dtype=_name(dtype),
+            saved_dtype=_name(saved_dtype(self.side.config)),
+            eos_ids=end_token_ids(side, self.tokenizer),
+            context_length=max_positions(side.config),
+            vocab_rows=vocabulary_rows(side.config),
+            parameters=parameters,
         )
 
     @torch.no_grad()
@@ -180,23 +184,6 @@ class Target:
     def _fingerprint(self, model: PreTrainedModel) -> str:
         return source_fingerprint(self._what, self.config.path, self.config.revision, model)
 
-    def _endpoint_facts(self) -> TargetFacts:
-        """Return the facts of a target behind a server, from its config, tokenizer and generation config."""
-        side = self.side
-        saved = saved_dtype(side.config)
-        dtype = dtype_of(self.config.dtype, self.device)
-        return TargetFacts(
-            self.config.path,
-            self.config.revision,
-            f"endpoint {self.endpoint.model}",
-            _name(saved if isinstance(dtype, str) else dtype),
-            _name(saved),
-            end_token_ids(side, side.tokenizer),
-            max_positions(side.config),
-            vocabulary_rows(side.config),
-            0,
-        )
-
     @functools.cached_property
     def side(self) -> TargetSide:
         """Config, tokenizer and generation config: the target without its weights."""
@@ -210,7 +197,7 @@ class Target:
         record = self._run / RESPONSES / SERVER_IDENTITY if self._run else None
         return EndpointTarget(self.config.endpoint, self.tokenizer, rows, record)
 
-    def _asked(self) -> dict[str, object]:
+    def _source(self) -> dict[str, object]:
         """Return what stored facts must match: the config keys, and size and time of the model's files."""
         files = model_files(self.config.path, self.config.revision)
         return {
@@ -223,21 +210,11 @@ class Target:
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         }
 
-    def _known_facts(self) -> TargetFacts | None:
-        """Return the facts of an earlier start; None if they are damaged or do not match, since the weights give them again."""
-        values = self._stored()
-        try:
-            wanted = values.pop("asked")
-            facts = TargetFacts(**{**values, "eos_ids": tuple(values["eos_ids"])})
-        except (KeyError, TypeError):
-            return None
-        return facts if wanted == self._asked() else None
-
-    def _stored(self) -> dict[str, Any]:
-        """Return what an earlier start wrote; empty if nothing can be read."""
+    def _stored(self) -> TargetFacts | None:
+        """What an earlier start wrote; None if it cannot be read, since the weights give it again."""
         with contextlib.suppress(UserError):
-            return Record.read(self._run / TARGET_FACTS).record() if self._run else {}
-        return {}
+            return TargetFacts.stored(self._run / TARGET_FACTS) if self._run else None
+        return None
 
 
 def _name(dtype: torch.dtype) -> str:

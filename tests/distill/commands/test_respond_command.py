@@ -21,7 +21,7 @@ from data.signals.store import SignalStore
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.config.target import TargetConfig
-from distill.models.target import Target, TargetFacts
+from distill.models.target import Target
 from distill.respond import main, run
 from distill.run import responses as responses_module
 from distill.run.prompts import load_heldout
@@ -204,7 +204,7 @@ def test_one_more_prompt_costs_one_response_and_one_signal(
 
 def test_a_signal_of_another_target_is_not_taken(config_path: Path, topk_run: Path) -> None:
     config = load_config(config_path, [f"output={topk_run}", "signal.source=store"])
-    facts = TargetFacts("x", None, "0123", "float32", "float32", (2,), 256, 300, 1)
+    facts: Any = SimpleNamespace(vocab_rows=300, fingerprint="0123", dtype="float32")
     examples = Store(config.folder / "responses" / "train").rows().examples
     accelerator = fresh_accelerator(topk_run)
     assert "another target (" in refused(
