@@ -10,6 +10,8 @@ from distill import cli, respond, train
 from distill.config.layout import best_student
 from distill.models import target
 
+SHORT = ["train.steps=2", "judge.every=2", "judge.prompts=4", "judge.live_prompts=2"]
+
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -25,68 +27,43 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-SHORT = ["train.steps=2", "judge.every=2", "judge.prompts=4", "judge.live_prompts=2"]
-
-
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
-    ("overrides", "first", "again"),
+    ("overrides", "expected"),
     [
-        ([], 1, 1),
-        (["signal.source=capture", "judge.live=end"], 1, 1),
+        (["student.intermediate_size=24", "data.mix={target: 0.5, student: 0.5}"], 1),
         # Before training, at each of two checkpoints, and for the verdict.
-        (["loss.name=ce"], 4, 2),
-        (["student.intermediate_size=24", "data.mix={target: 0.5, student: 0.5}", "judge.live=never"], 1, 1),
+        (["loss.name=ce"], 4),
     ],
 )
-def test_a_run_loads_its_target(
-    overrides: list[str], first: int, again: int, tiny_config: Path, tmp_path: Path, loads: list[str]
+def test_a_run_loads_a_target_that_steps_use_once(
+    overrides: list[str], expected: int, tiny_config: Path, tmp_path: Path, loads: list[str]
 ) -> None:
-    counts = []
-    for _ in range(2):
-        loads.clear()
-        assert train.main([str(tiny_config), f"output={tmp_path}", *SHORT, *overrides]) == 0
-        counts.append(len(loads))
-    assert counts == [first, again]
+    assert train.main([str(tiny_config), f"output={tmp_path}", *SHORT, *overrides]) == 0
+    assert len(loads) == expected
 
 
 @pytest.mark.usefixtures("without_figures")
-@pytest.mark.parametrize(
-    ("overrides", "first", "again"),
-    [
-        # To carve the draft, at each of two checkpoints, and for the verdict.
-        ([], 4, 2),
-        (["judge.live=end"], 2, 2),
-        (["judge.live=never"], 1, 1),
-        (["judge.live=never", "student.init=pretrained"], 0, 0),
-    ],
-)
-def test_a_run_from_stored_probabilities_loads_its_target(
-    overrides: list[str], first: int, again: int, tiny_config: Path, tiny_run: Path, tmp_path: Path, loads: list[str]
+def test_a_run_from_stored_probabilities_loads_no_target_to_train(
+    tiny_config: Path, tiny_run: Path, tmp_path: Path, loads: list[str]
 ) -> None:
-    overrides = [f"output={tmp_path}", "signal.k=8", "signal.source=store", *SHORT, *overrides]
-    overrides += [f"student.path={best_student(tiny_run)}", "student.layers=[0, -1]"] * (
-        "student.init=pretrained" in overrides
-    )
+    student = ["student.init=pretrained", f"student.path={best_student(tiny_run)}"]
+    overrides = [f"output={tmp_path}", "signal.k=8", "signal.source=store", "judge.live=never", *SHORT, *student]
     respond.run(tiny_config, overrides)
-    counts = [len(loads)]
-    for _ in range(2):
-        loads.clear()
-        assert train.main([str(tiny_config), *overrides]) == 0
-        counts.append(len(loads))
-    assert counts == [1, first, again]
+    assert len(loads) == 1
+    assert train.main([str(tiny_config), *overrides]) == 0
+    assert len(loads) == 1
 
 
 def test_a_command_on_a_finished_run_loads_the_target_once(
     tiny_run: Path, tiny_target: Path, tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, student = str(tiny_run / "config.yaml"), str(best_student(tiny_run))
+    run, config, student = str(tiny_run), str(tiny_run / "config.yaml"), str(best_student(tiny_run))
     for words in (
-        ["evaluate", str(tiny_run), "--config", config, "--out", str(tmp_path / "result.json")],
-        ["evaluate", str(tiny_run), "--config", config, "--losslessness", "--prompts", "4"],
-        ["show", str(tiny_run)],
-        ["compare", str(tiny_run), "prompt-lookup", str(tiny_run / "checkpoints" / "step-000000")],
-        ["generate", str(tiny_target), "--prompt", "def f(", "--draft", str(tiny_run), "--max-tokens", "8"],
+        ["evaluate", run, "--config", config, "--out", str(tmp_path / "result.json")],
+        ["evaluate", run, "--config", config, "--losslessness", "--prompts", "4"],
+        ["compare", run, "prompt-lookup", str(tiny_run / "checkpoints" / "step-000000")],
+        ["generate", str(tiny_target), "--prompt", "def f(", "--draft", run, "--max-tokens", "8"],
         ["probe", str(tiny_target), student, "--count", "4", "--max-tokens", "16"],
     ):
         loads.clear()
