@@ -41,6 +41,7 @@ from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
 from distill.training.trainer import Trainer
 from distill.verdict import decoding, judge
+from speculative import progress
 from speculative.errors import UserError
 from speculative.measure import token_scores
 
@@ -200,7 +201,7 @@ class SlowJudge(ScriptedJudge):
 
 def _stuck_after_judging(rank: int, folder: Path) -> None:
     """The second rank answers nobody from step 3 on, until the first one has said something."""
-    run.STEP_LIMIT = timedelta(seconds=4)
+    run.STEP_LIMIT, progress.FIRST_SECONDS = timedelta(seconds=4), 600.0  # the screen has only what the first one says
 
     def stuck() -> None:
         while not (folder / "screen0").read_text(encoding="utf-8").endswith("\n"):
