@@ -106,7 +106,13 @@ class MissingJudge(ScriptedJudge):
         if self.anew:
             fresh = {"prompts": 6, "tokens": 60, "alpha": 0.5, "stored_alpha": 0.8, "z": -5.0, "agrees": agrees}
             return super().__call__(step, *asked) | {"fresh_check": fresh}
-        check = {"prompts": 4, "tau": 2.0, "tau_ci": [1.5, 2.5], "replay": {"z": 9.0, "agrees": agrees}}
+        check = {
+            "prompts": 4,
+            "tau": 2.0,
+            "tau_ci": [1.5, 2.5],
+            "accepted_per_drafted": 0.5,
+            "replay": {"z": 9.0, "agrees": agrees},
+        }
         return super().__call__(step, *asked) | {"live_check": check}
 
 
