@@ -38,6 +38,7 @@ INDEXED = {
     aten._index_put_impl_.default,
     aten._unsafe_index_put.default,
 }
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 NOT_HERE = "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 
 
@@ -108,6 +109,12 @@ class DeviceTensor(torch.Tensor):
         waited("tolist")
         return self._host.tolist()
 
+    def dequantize(self) -> "DeviceTensor":  # type: ignore[override]
+        return self  # Code that asks a weight's class takes this one for a packed format.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._host.__reduce_ex__(protocol)  # In a file it is a tensor like any other, to be loaded onto the CPU.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTensor":
         if id(self) not in memo:
             with torch.no_grad():
@@ -125,6 +132,8 @@ class DeviceTensor(torch.Tensor):
             assert all(isinstance(tensor, DeviceTensor) for tensor in tensors_of((args, kwargs))), "mixed devices"
             return _run(_attention, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if func == SET_DATA:
+                args[0]._host = args[1]._host
             return func(*args, **kwargs)
 
     @classmethod
