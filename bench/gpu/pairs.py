@@ -12,16 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
-
-CONFIGS: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model of a family."""
+    """Sizes of a Qwen3."""
 
-    family: str
     width: int
     layers: int
     heads: int
@@ -33,7 +30,7 @@ class Shape:
 
     def config(self, context: int, tied: bool | None = None) -> Any:
         """As transformers wants it."""
-        return CONFIGS[self.family](
+        return Qwen3Config(
             vocab_size=self.vocab,
             hidden_size=self.width,
             intermediate_size=self.mlp,
@@ -65,16 +62,12 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_width
 
 
-QWEN3_8B = Shape("qwen3", 4096, 36, 32, 8, 128, 12288, 151_936)
-QWEN3_600M = Shape("qwen3", 1024, 28, 16, 8, 128, 3072, 151_936)
-QWEN2_500M = Shape("qwen2", 896, 24, 14, 2, 64, 4864, 151_936, True)
-LLAMA_8B = Shape("llama", 4096, 32, 32, 8, 128, 14336, 128_256)
-LLAMA_1B = Shape("llama", 2048, 16, 32, 8, 64, 8192, 128_256)
+QWEN3_8B = Shape(4096, 36, 32, 8, 128, 12288, 151_936)
+QWEN3_600M = Shape(1024, 28, 16, 8, 128, 3072, 151_936, True)
 # name: (target, draft); the second draft is the target's own first layers.
 PAIRS = {
     "Qwen3 8B, 0.6B": (QWEN3_8B, QWEN3_600M),
     "Qwen3 8B, its first 4 layers": (QWEN3_8B, replace(QWEN3_8B, layers=4)),
-    "Llama 8B, 1B": (LLAMA_8B, LLAMA_1B),
 }
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("bench", "data", "distill", "gpu", "speculative")  # packages whose absence is a fault, not a skip
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device; `tiny`: small sizes, the program in seconds; `until`: after this moment (`time.monotonic`) nothing long is started."""
+    """A device; `tiny`: small sizes; `until`: after this moment (`time.monotonic`) nothing long is started; `folder`: for files."""
 
     device: torch.device
     tiny: bool
     until: float
+    folder: Path = ROOT / "runs" / "gpu"
 
     @property
     def cuda(self) -> bool:
@@ -85,3 +90,11 @@ def best_of(repeats: int, run: Callable[[], T], rate: Callable[[T], float]) -> T
     """The fastest of some runs, after one that is not counted."""
     run()
     return max((run() for _ in range(repeats)), key=rate)
+
+
+def end_tree(root: psutil.Process) -> None:
+    """Kill a process and all that it started, in whatever process groups (kill -9)."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

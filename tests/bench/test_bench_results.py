@@ -21,8 +21,8 @@ RESULTS = sorted((ROOT / "bench/results").glob("*.json"))
 def parser_of(script: str) -> Callable[[list[str]], dict[str, Any]]:
     """A script's own argument parser."""
     module, app = bench(script), typer.Typer(add_completion=False)
-    if hasattr(module, "asked"):
-        return lambda words: vars(module.asked(words))
+    if hasattr(module, "words_of"):
+        return lambda words: vars(module.words_of(words))
     app.command()(module.main if hasattr(module, "main") else command_of(module.program))
     command = typer.main.get_command(app)
     return lambda words: command.make_context(script, words).params
