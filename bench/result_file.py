@@ -1,4 +1,4 @@
-"""JSON result files of the scripts in bench/: written atomically, with the command as the first key."""
+"""JSON result files of the scripts in bench/: written atomically, with the command and the commit as the first keys."""
 
 import shlex
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_json
+from distill.run.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,9 +23,9 @@ def command_line(earlier: str = "") -> str:
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
-    """Write a result atomically. An existing `command` key is kept, for results of a parent process."""
+    """Write a result atomically. Existing keys `command` and `commit` are kept, for results of a parent process."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, {"command": command_line()} | dict(result))
+    write_json(out, {"command": command_line(), "commit": describe_run(0)["commit"]} | dict(result))
 
 
 def _published(path: Path) -> str:

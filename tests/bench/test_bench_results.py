@@ -1,8 +1,9 @@
-"""Every result in bench/results is written whole by the command that its first key tells."""
+"""Every file in bench/results is written whole by the command that its first key tells, and names the commit it was measured at."""
 
 import ast
 import functools
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import typer
 from bench_modules import ROOT, bench
 
 from distill.config.command_line import command_of
+from distill.run.provenance import describe_run
 
-RESULTS = sorted((ROOT / "bench/results").glob("*.json"))
+RESULTS = sorted((ROOT / "bench/results").iterdir())
 
 
 @functools.cache
@@ -41,6 +43,13 @@ def outer_keys(node: ast.AST) -> Iterator[str]:
         yield from outer_keys(child)
 
 
+def commits_in(value: Any) -> list[str | None]:
+    """Of a result, or of its parts where it was measured at several."""
+    if isinstance(value, dict) and "commit" in value:
+        return [value["commit"]]
+    return [commit for part in value.values() for commit in commits_in(part)] if isinstance(value, dict) else []
+
+
 @functools.cache
 def written_keys(script: Path) -> frozenset[str]:
     """Of a script and of the modules of bench that it imports."""
@@ -60,6 +69,8 @@ def written_keys(script: Path) -> frozenset[str]:
 def test_a_result_is_what_its_command_writes(path: Path) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     assert next(iter(found)) == "command"
+    assert (commits := commits_in(found)), "it does not say at which commit it was measured"
+    assert all(re.fullmatch("[0-9a-f]{40}", commit or "") for commit in commits)
     for command in found["command"].split(" && "):
         program, script, *words = shlex.split(command)
         assert program == "python"
@@ -82,5 +93,8 @@ def test_a_command_is_recorded_as_it_is_typed_at_the_root(tmp_path: Path, monkey
     module.write_result(tmp_path / "new" / "found.json", {"rows": [1], "machine": "m"})
     assert next(iter(json.loads((tmp_path / "new" / "found.json").read_text()).items())) == ("command", told)
     module.write_result(tmp_path / "new" / "found.json", {"rows": [1], "command": "python bench/demo.py"})
-    assert list(json.loads((tmp_path / "new" / "found.json").read_text())) == ["command", "rows"]
+    again = json.loads((tmp_path / "new" / "found.json").read_text())
+    assert list(again) == ["command", "commit", "rows"]
+    assert again["command"] == "python bench/demo.py"
+    assert again["commit"] == describe_run(0)["commit"]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["found.json"]
