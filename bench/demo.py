@@ -1,8 +1,8 @@
-"""Run and time `understudy demo` from nothing, store its verdict as JSON, and update the demo block of README.md.
+"""Run and time `understudy demo` from nothing, store its verdict as JSON, and update README's demo block and the pictures of docs/.
 
 The run's folder must not exist yet.
 
-    python bench/demo.py                        # writes bench/results/demo_cpu.json and README.md
+    python bench/demo.py                        # writes bench/results/demo_cpu.json, README.md, docs/*.png
     python bench/demo.py --no-readme configs/demo.yaml output=runs/again      # JSON only, with any override
 """
 
@@ -22,6 +22,7 @@ from distill.config.load import load_config
 from distill.report.measured import ways_tables
 from distill.run.provenance import describe_run
 from distill.run.verdict_record import Verdict, load_verdict
+from pictures import draw_pictures
 from result_file import write_result
 
 BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
@@ -45,7 +46,7 @@ def main(
     config: Annotated[str, typer.Argument(help="the demo's config")] = "configs/demo.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
     out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/demo_cpu.json"),
-    readme: Annotated[bool, typer.Option(help="write README's block too")] = True,
+    readme: Annotated[bool, typer.Option(help="write README's block and the pictures too")] = True,
 ) -> None:
     """Run the demo and store the results."""
     loaded = load_config(config, overrides or [])
@@ -61,6 +62,7 @@ def main(
     if readme:
         page = Path("README.md")
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block_of(verdict, seconds, cores)).encode())
+        draw_pictures(out)
 
 
 if __name__ == "__main__":
