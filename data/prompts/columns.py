@@ -49,11 +49,11 @@ class Columns:
         more = (self.source.reference_column, self.source.domain_column, self.tools)
         return sorted({*self.fields, *filter(None, more)})
 
-    def rows(self, values: Mapping[str, Any], domain: str, origin: str) -> list[PromptRow]:
+    def rows(self, domain: str, values: Mapping[str, Any], origin: str) -> list[PromptRow]:
         """The prompts of one row. Raises UserError: a column is empty or contains something else."""
         source, named = self.source, self.source.reference_column
         reference = _answer(values.get(named), named, origin) if named else None
-        label = _domain_of(values, source.domain_column, domain, origin)
+        label = domain_of(values, source.domain_column, domain, origin)
         value = first_question(values.get(self.content)) if self.questions else values.get(self.content)
         turns = turns_in(value, self.chat or self.content in MESSAGES_NAMES)
         if self.chat or turns:
@@ -183,7 +183,7 @@ def _filled(value: Any, column: str, origin: str) -> str:
     raise UserError(f"{origin}: column {column!r} contains a {type(value).__name__}, not a string; {hint}")
 
 
-def _domain_of(values: Mapping[str, Any], column: str | None, default: str, origin: str) -> str:
+def domain_of(values: Mapping[str, Any], column: str | None, default: str, origin: str) -> str:
     """The domain of a row; a list of strings (several services of one dialogue) is joined with ``+``."""
     value = values.get(column) if column else None
     if value is None or value == "" or value == []:

@@ -74,6 +74,7 @@ class PromptRow:
     ``tools``: tool definitions for the chat template. ``reference``: the dataset's answer, if a column is mapped. ``origin``: where the
     row is, counted from 1: ``file.jsonl:17`` (line), ``file.parquet:17`` (row) or ``hub-id[train]:17``. Of a prompt that was rendered
     earlier: ``prompt_ids`` and ``prompt_id``, its tokens and id; ``tokenizer``, the fingerprint of theirs, empty where a manifest has it.
+    ``logged``: of a row of a log, its answer as JSON; see `data/prompts/logs.py`, which may give ``prompt_ids`` too.
     """
 
     text: str | None
@@ -85,6 +86,7 @@ class PromptRow:
     prompt_ids: tuple[int, ...] | None = None
     prompt_id: str = ""
     tokenizer: str = ""
+    logged: str = ""
 
 
 def row_before(text: str, turns: str, domain: str, origin: str) -> PromptRow:

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 from data.hub import hub_id, reach_hub
 from data.prompts.columns import columns_of, near, prompt_row
 from data.prompts.lines import Rows, bare_name, csv_rows, json_rows, one_line, refuse_packed, text_rows
+from data.prompts.logs import Exchanges, is_log
 from data.prompts.prompt import PromptRow, PromptSource, rendered_row
 from data.prompts.split import content_hash
 from speculative.errors import UserError
@@ -84,11 +87,10 @@ def load_source(
     else:
         tables, domain = _open(source)
         faults: list[UserError] | None = None if bad_rows is None else []
-        coming = (
-            row for table in tables for row in _table_rows(table, source, source.domain or domain, preferred, faults)
-        )
+        exchanges = Exchanges(source, source.domain or domain)
+        parts = (_table_rows(table, source, exchanges, preferred, faults) for table in tables)
         try:
-            rows = _limited(coming, source.limit)
+            rows = _limited(chain(chain.from_iterable(parts), exchanges.rest(faults)), source.limit)
         except UNREADABLE as error:
             raise UserError(f"{source.path}: cannot be read to its end: {one_line(error)}") from error
         if faults and not rows:
@@ -259,15 +261,20 @@ def _hub_table(source: PromptSource) -> _Table:
 
 
 def _table_rows(
-    table: _Table, source: PromptSource, domain: str, preferred: str | None, bad_rows: list[UserError] | None
+    table: _Table, source: PromptSource, exchanges: Exchanges, preferred: str | None, bad_rows: list[UserError] | None
 ) -> Iterator[PromptRow]:
+    made: Callable[[dict[str, Any], str], list[PromptRow]]
     if set(table.columns) >= RENDERED and not (source.prompt_column or source.messages_column):
         yield from _rendered_rows(table, source)
         return
-    columns = columns_of(table.name, table.columns, source, preferred)
-    for number, values in table.rows(columns.wanted):
+    if is_log(table.columns, source):
+        made, wanted = exchanges.rows, table.columns
+    else:
+        columns = columns_of(table.name, table.columns, source, preferred)
+        made, wanted = partial(columns.rows, exchanges.domain), columns.wanted
+    for number, values in table.rows(wanted):
         try:
-            rows = columns.rows(values, domain, f"{table.name}:{number}")
+            rows = made(values, f"{table.name}:{number}")
         except UserError as error:
             if bad_rows is None:
                 raise

@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         ("turns", pa.string()),
         ("group", pa.string()),
         ("reference", pa.string()),
+        ("logged", pa.string()),
     ]
 )
 
@@ -36,6 +37,7 @@ class RenderedPrompt:
 
     `turns`: JSON of {messages, tools} of a conversation, for a server that applies the chat template itself.
     `group`: equal for prompts that must be on the same side of a split. `reference`: the right answer, for a scorer.
+    `logged`: the answer of a log, see `data/prompts/logs.py`.
     """
 
     prompt_id: str
@@ -45,6 +47,7 @@ class RenderedPrompt:
     turns: str = ""
     group: str = ""
     reference: str | None = None
+    logged: str = ""
 
     def row(self) -> PromptRow:
         """The prompt before it was rendered."""
@@ -127,7 +130,7 @@ def prompts_fingerprint(prompts: Iterable[RenderedPrompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def texts_of(prompts: Sequence[RenderedPrompt], name: Literal["prompt_id", "domain"]) -> pa.Array:
+def texts_of(prompts: Sequence[RenderedPrompt], name: Literal["prompt_id", "domain", "logged"]) -> pa.Array:
     """A text column of all prompts, in order."""
     if isinstance(prompts, StoredPrompts):
         return prompts.column(name).combine_chunks()

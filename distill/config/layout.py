@@ -14,6 +14,7 @@ FILES = (
     ("student.partial/", "first start", "the draft before training, while it is saved and loaded again as a check"),
     ("responses/", "train, respond", "the target's responses and top-k probabilities (Arrow), one folder for each use"),
     ("responses/day.txt", "first start", "the day that a chat template writes"),
+    ("responses/logged.json", "first start", "logged answers that were taken or left out (`data.responses: logged`)"),
     ("responses/server_identity.json", "first start", "which model answers, for a target at a server"),
     ("rollouts/", "train", "sequences made during training"),
     ("metrics.jsonl", "each step", "one line per step and per judgement; also sent to `tracking.trackers`"),
@@ -42,6 +43,7 @@ CONFIG, BEGAN, METRICS, WANDB_ID = "config.yaml", "began.txt", "metrics.jsonl", 
 LOCK, HOLDER = ".lock", ".holder"
 TARGET_FACTS, STUDENT_NOTES, FIRST_STUDENT = "target.json", "student.json", "student.partial"
 RESPONSES, TRAINING, HELDOUT, HELDOUT_GREEDY = "responses", "train", "heldout", "heldout-greedy"
+LOGGED = "logged.json"
 PROMPTS = "prompts"
 DAY, SERVER_IDENTITY = "day.txt", "server_identity.json"  # Next to the stores of responses; copy them together.
 ROLLOUTS = "rollouts"

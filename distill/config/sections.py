@@ -140,6 +140,11 @@ class DataConfig(Section):
     """what to do with prompts that do not fit: stop, or leave them out"""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """leave out prompts with more tokens (the log counts them); null = keep all"""
+    responses: Literal["fresh", "logged"] = "fresh"
+    """what to train on. fresh: the target answers every prompt; logged: answers that logs among `train` have are taken where
+    they can be the target's own (docs/logs.md), and the target answers the rest"""
+    logged_share: float = Field(1.0, gt=0, le=1)
+    """responses logged: share of the prompts with a logged answer that take it; the target answers the others"""
     mix: MixConfig = MixConfig()
     rollouts: RolloutConfig = RolloutConfig()
 

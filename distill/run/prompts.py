@@ -131,7 +131,7 @@ def _made_with(data: DataConfig, tokenizer: Any, context_length: int, max_tokens
         "max_tokens": max_tokens,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "template": template_fingerprint(tokenizer, data.template)[:16],
-        "data": data.model_dump(mode="json", exclude={"mix", "rollouts"}),
+        "data": data.model_dump(mode="json", exclude={"mix", "rollouts", "responses", "logged_share"}),
         "sources": [source_state(source) for source in (*data.train, *data.heldout)],
     }
     return json.loads(json.dumps(facts))
@@ -332,7 +332,7 @@ class _Renderer:
 
     def __call__(self, row: PromptRow, group: str = "") -> RenderedPrompt | None:
         """The rendered prompt, or None if it is too long or unusable and may be left out."""
-        if row.prompt_ids is not None:
+        if row.prompt_ids is not None and row.prompt_id:
             self._require_own_ids(row)
         try:
             prompt_ids = render_prompt(row, self.tokenizer, self.data.template)
@@ -360,7 +360,8 @@ class _Renderer:
         turns = {"messages": messages} | ({"tools": row.tools} if row.tools else {})
         as_turns = json.dumps(turns) if row.messages or row.tools else ""
         text = row.text if row.text is not None else str(messages[-1].get("content") or "")
-        return RenderedPrompt(content_hash(row), row.domain, tuple(prompt_ids), text, as_turns, group, row.reference)
+        key = content_hash(row)
+        return RenderedPrompt(key, row.domain, tuple(prompt_ids), text, as_turns, group, row.reference, row.logged)
 
     def _require_own_ids(self, row: PromptRow) -> None:
         """Raise UserError unless the row of a rendered prompt, or the manifest beside it, has this tokenizer."""

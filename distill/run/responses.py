@@ -18,6 +18,7 @@ from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import run_context
 from distill.models.target import Target, TargetFacts, target_notes
+from distill.run.logged import LoggedAnswers
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.provenance import describe_run
 from distill.run.run import Run
@@ -98,8 +99,16 @@ class RunData:
     def training(self) -> StoredRows:
         """The target's responses to train on."""
         prompts, samples = self.prompts.train, self.run.config.serving.samples_per_prompt
+        if self.run.config.data.responses == "logged":
+            with self.run.progress.timed("respond"):
+                self._take_logged(prompts)
         with self.run.progress.timed("respond"):
             return self._make(TRAINING, prompts, self.settings, samples)
+
+    def _take_logged(self, prompts: Sequence[RenderedPrompt]) -> None:
+        fresh = self.heldout_of(self.prompts.heldout, self.run.config.serving_rule)
+        answers = LoggedAnswers(self.run, self.target, self.tokenizer, self.settings, self.manifest(self.settings))
+        answers.take(self.folder, prompts, fresh)
 
     @functools.cached_property
     def heldout(self) -> dict[Rule, list[HeldoutResponse]]:

@@ -6,7 +6,12 @@ log_prob   Mean log-probability of the tokens against the mean of minus the entr
            Given the text before, each token's log-probability has a known mean and variance, so the sum is a z-score.
 
 Acceptance alone is not enough: a draft may predict wrong text well.
-Shapes: R rows of a forward, V vocabulary, T tokens of a response, N of all, K equal bins of the unit interval.
+
+For one text, which may be short and nearly certain, a z-score is no proof. `Evidence` is one at any length: with a tilt s, the product over
+tokens of p(x)^-s / sum_v p(v)^(1-s) has the mean 1 if the target wrote the text, so it exceeds 1 / level with a probability below the level
+(Markov). Positive tilts grow on unlikely text, negative ones on text that is too likely, such as that of a lower temperature.
+
+Shapes: R rows of a forward, V vocabulary, T tokens of a response, N of all, K equal bins of the unit interval, S tilts.
 """
 
 from collections.abc import Sequence
@@ -25,6 +30,10 @@ BINS = 16
 LEAST_PER_BIN = 5  # below this expected count a chi-square's p-value is not reliable
 # Log-probability used for an impossible token: one in a thousand may be rounding at the edge of a nucleus.
 IMPOSSIBLE = -20.0
+TILTS = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)
+CERTAIN = float(np.log(1e6))  # evidence that one of a million of the target's own texts has
+# At temperature 0 the most probable token is written, or another one where rounding decides.
+TIE, MOST_OTHERS = 0.1, 0.02
 
 
 def _masses(probs_RV: torch.Tensor, token_ids_R: torch.Tensor) -> list[torch.Tensor]:
@@ -100,3 +109,52 @@ def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         int(np.isneginf(log_prob_T).sum()),
         [values_T7[:, 4] for values_T7 in values],
     )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of texts. tilted_S: log of the product for each tilt. surprise: sum of log-probabilities minus their expectations, nats.
+
+    log_target_probs: of each token of one text, under the settings.
+    """
+
+    tilted_S: np.ndarray
+    surprise: float
+    tokens: int
+    log_target_probs: np.ndarray
+
+    @property
+    def against(self) -> float:
+        """Log of the evidence that the target did not write these texts: of the mean over all tilts."""
+        return float(special.logsumexp(self.tilted_S) - np.log(len(self.tilted_S)))
+
+
+def evidence_of(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> list[Evidence]:
+    """Of each text, in order. At temperature 0 more than one token in 50 that is not the most probable is evidence.
+
+    Raises UserError: the target returns NaN.
+    """
+
+    def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
+        token_R1 = token_ids_R.unsqueeze(-1)
+        if settings.greedy:
+            other_R = logits_RV.gather(-1, token_R1).squeeze(-1) < logits_RV.amax(-1) - TIE
+            return other_R.double().unsqueeze(-1)
+        logs_RV = logits_to_probs(logits_RV, settings).double().log()
+        expected_R = torch.where(logs_RV > -torch.inf, logs_RV.exp() * logs_RV, 0.0).sum(-1)
+        norms = [((1 - tilt) * logs_RV).logsumexp(-1) for tilt in TILTS]
+        return torch.stack([logs_RV.gather(-1, token_R1).squeeze(-1), expected_R, *norms], 1)
+
+    found = []
+    for values_TK in values_by_text(target, texts, columns, 1 if settings.greedy else 2 + len(TILTS), "target"):
+        tokens = len(values_TK)
+        if settings.greedy:
+            others = int(values_TK.sum())
+            chance = special.bdtrc(others - 1, tokens, MOST_OTHERS) if others else 1.0
+            found.append(Evidence(-np.log([max(chance, 1e-300)]), -float(others), tokens, np.zeros(tokens)))
+            continue
+        log_probs_T = np.maximum(values_TK[:, 0], IMPOSSIBLE)
+        tilted_S = -np.array(TILTS) * log_probs_T.sum() - values_TK[:, 2:].sum(0)
+        surprise = float((log_probs_T - values_TK[:, 1]).sum())
+        found.append(Evidence(tilted_S, surprise, tokens, log_probs_T))
+    return found

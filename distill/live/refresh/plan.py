@@ -29,6 +29,7 @@ _WARM = {
     "student.vocabulary": "same",
     "data.heldout_count": None,
     "data.too_long": "drop",
+    "data.responses": "fresh",
     "serving.samples_per_prompt": 1,
     "judge.served": None,
     "judge.lenience": [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import special
 from tiny_models import tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.explain.text_fit import text_fit
+from speculative.explain.text_fit import CERTAIN, TILTS, evidence_of, text_fit
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 SETTINGS = SamplingSettings(0.8, 0, 0.95, 0.0)
@@ -77,3 +79,37 @@ def test_tokens_that_the_target_cannot_say_are_counted_and_few_of_them_forgiven(
         for text in texts
     ]
     assert text_fit(target, garbage, SETTINGS).p < 1e-9
+
+
+@pytest.mark.parametrize("sampling", [SamplingSettings(), SETTINGS, SamplingSettings(1.3, 7)], ids=str)
+def test_evidence_has_the_mean_one_over_all_texts_of_the_target(sampling: SamplingSettings) -> None:
+    """By enumeration: an e-value, whatever the text's length, so a text has evidence above 1 / level with at most that probability."""
+    target = tiny_model(vocab_size=12, seed=3)
+    texts = [Response("k", [1, 4], response_ids=list(ids)) for ids in itertools.product(range(12), repeat=3)]
+    found = evidence_of(target, texts, sampling)
+    probs = np.exp([text.log_target_probs.sum() for text in found])
+    # What the settings exclude has IMPOSSIBLE in place of minus infinity, so it counts for nothing.
+    means_S = probs @ np.exp([text.tilted_S for text in found])
+    assert probs.sum() == pytest.approx(1, abs=1e-4)
+    assert means_S == pytest.approx(1, abs=1e-2 if sampling.truncates else 1e-5)
+    assert probs @ np.exp([text.against for text in found]) == pytest.approx(1, abs=1e-2)
+
+
+def test_evidence_finds_another_model_and_temperature_but_not_the_target(target: Any) -> None:
+    other = tiny_model(vocab_size=60, seed=4)
+    for writer, sampling, certain in (
+        (target, SETTINGS, False),
+        (other, SETTINGS, True),
+        (target, SamplingSettings(0.2), True),
+    ):
+        texts = texts_at(writer, sampling, 24)
+        found = evidence_of(target, texts, SETTINGS)
+        pooled = special.logsumexp(sum(text.tilted_S for text in found)) - math.log(len(TILTS))
+        assert (pooled > CERTAIN) == certain
+        assert all(text.against < CERTAIN for text in found) or certain
+
+
+def test_evidence_at_temperature_zero_counts_other_tokens(target: Any) -> None:
+    own, other = (texts_at(model, GREEDY, 6) for model in (target, tiny_model(vocab_size=60, seed=4)))
+    assert [text.against for text in evidence_of(target, own, GREEDY)] == [0.0] * 6
+    assert all(text.against > CERTAIN for text in evidence_of(target, other, GREEDY))

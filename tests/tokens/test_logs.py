@@ -1,0 +1,148 @@
+"""Rows of OpenAI-style logs: every shape gives the same prompt and answer; what is broken is one line with file and row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from refusals import refused
+
+from data.prompts.logs import LoggedAnswer, read_answer
+from data.prompts.prompt import PromptRow, PromptSource
+from data.prompts.sources import load_source
+from speculative.errors import UserError
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two and two?"}]
+ASKED = {"model": "served", "messages": TURNS, "temperature": 0.7, "top_p": 0.9, "top_k": -1}
+TOLD = {
+    "model": "served-0731",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Four."}, "finish_reason": "stop"}],
+}
+DELTAS = [{"role": "assistant", "content": ""}, {"content": "Fo"}, {"content": "ur."}, {}]
+EVENTS = [
+    {"model": "served-0731", "choices": [{"index": 0, "delta": delta, "finish_reason": "stop" if not delta else None}]}
+    for delta in DELTAS
+] + [{"model": "served-0731", "choices": [], "usage": {"completion_tokens": 3}}]
+STREAM = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "one row": [{"id": "a", "request": ASKED, "response": TOLD}],
+    "without an id": [{"request": ASKED, "response": TOLD}],
+    "a stream's events": [{"request": ASKED | {"stream": True}, "response": EVENTS}],
+    "a stream's text": [{"request": ASKED | {"stream": True}, "response": STREAM}],
+    "two rows": [{"id": "a", "request": ASKED}, {"id": "a", "response": TOLD}],
+    "two rows, the later first": [{"id": "a", "response": TOLD}, {"id": "a", "request": ASKED}],
+    "JSON text": [{"request": json.dumps(ASKED), "response": json.dumps(TOLD)}],
+    "a batch in one file": [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASKED},
+        {"id": "r1", "custom_id": "a", "response": {"status_code": 200, "body": TOLD}, "error": None},
+    ],
+    "requests that name their address": [{"request": {"url": "/v1/chat/completions", "body": ASKED}, "response": TOLD}],
+}
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> PromptSource:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PromptSource(path=str(path))
+
+
+def only(rows: list[PromptRow]) -> tuple[PromptRow, LoggedAnswer]:
+    (row,) = rows
+    return row, read_answer(row.logged)
+
+
+def require_the_exchange(rows: list[PromptRow]) -> None:
+    row, answer = only(rows)
+    assert row.messages == tuple(TURNS)
+    assert (answer.text, answer.ids, answer.finished, answer.model) == ("Four.", None, True, "served-0731")
+    assert answer.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.0}
+    assert answer.shaped == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_chat_is_read_alike(tmp_path: Path, shape: str) -> None:
+    require_the_exchange(load_source(written(tmp_path / "log.jsonl", SHAPES[shape])))
+
+
+def test_requests_and_results_of_a_batch_are_two_files(tmp_path: Path) -> None:
+    batch = SHAPES["a batch in one file"]
+    for order in (batch, batch[::-1]):
+        for number, row in enumerate(order):
+            written(tmp_path / f"{number}.jsonl", [row])
+        require_the_exchange(load_source(PromptSource(path=str(tmp_path / "*.jsonl"))))
+
+
+def test_a_parquet_file_of_json_text_is_a_log_too(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(SHAPES["JSON text"]), tmp_path / "log.parquet")
+    require_the_exchange(load_source(PromptSource(path=str(tmp_path / "log.parquet"))))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_completions_and_their_token_ids(tmp_path: Path, streamed: bool) -> None:
+    whole = {"index": 0, "text": " four", "token_ids": [8, 9], "finish_reason": "length"}
+    parts = [
+        {"prompt_token_ids": [5, 6], "index": 0, "text": " fo", "token_ids": [8], "finish_reason": None},
+        {"index": 0, "text": "ur", "token_ids": [9], "finish_reason": "length"},
+    ]
+    told = [{"choices": [part]} for part in parts] if streamed else {"choices": [whole | {"prompt_token_ids": [5, 6]}]}
+    asked = {"model": "m", "prompt": "two and two make", "temperature": 0, "logit_bias": {"7": 1}}
+    row, answer = only(load_source(written(tmp_path / "log.jsonl", [{"request": asked, "response": told}])))
+    assert (row.text, row.prompt_ids) == ("two and two make", (5, 6))
+    assert (answer.text, answer.ids, answer.finished, answer.model) == (" four", [8, 9], False, "m")
+    assert (answer.sampling["temperature"], answer.shaped) == (0, ["logit_bias"])
+    ids_alone = {"request": asked | {"prompt": [5, 6, 7]}, "response": {"choices": [whole]}}
+    row, _ = only(load_source(written(tmp_path / "log.jsonl", [ids_alone])))
+    assert row.prompt_ids == (5, 6, 7)
+
+
+def test_a_stop_string_does_not_end_the_targets_text(tmp_path: Path) -> None:
+    told = {"choices": [TOLD["choices"][0] | {"stop_reason": "\n\n"}]}
+    _, answer = only(load_source(written(tmp_path / "log.jsonl", [{"request": ASKED, "response": told}])))
+    assert not answer.finished
+
+
+def test_a_request_without_response_stays_a_prompt(tmp_path: Path) -> None:
+    (row,) = load_source(written(tmp_path / "log.jsonl", [{"id": "a", "request": ASKED}]))
+    assert row.messages == tuple(TURNS)
+    assert not row.logged
+
+
+BROKEN = {
+    "no row has the request of the response 'b'; add the file": {"id": "b", "response": TOLD},
+    "needs a request or a response": {"id": "b"},
+    "request is not JSON": {"request": "{", "response": TOLD},
+    "response is a int, not an object": {"request": ASKED, "response": 3},
+    "the response is an error (status 429)": {"request": ASKED, "response": {"status_code": 429, "body": {}}},
+    "the response is an error (status 200)": {"request": ASKED, "response": {"error": {"message": "busy"}}},
+    "the response is not whole (finish_reason None)": {"request": ASKED, "response": EVENTS[:2]},
+    "the response has no text": {"request": ASKED, "response": {"choices": []}},
+    "reasoning or tool calls without token_ids": {
+        "request": ASKED,
+        "response": {"choices": [{"message": {"content": "4", "reasoning": "2+2"}, "finish_reason": "stop"}]},
+    },
+    "the request has no messages and no prompt": {"request": {"input": "x"}, "response": TOLD},
+    "the request ends in an assistant turn": {
+        "request": {"messages": [*TURNS, {"role": "assistant", "content": "It is"}]},
+        "response": TOLD,
+    },
+    "half of an exchange needs a key": {"request": ASKED},
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_row_is_one_line_or_is_counted(tmp_path: Path, fault: str) -> None:
+    source = written(tmp_path / "log.jsonl", [*SHAPES["one row"], BROKEN[fault]])
+    assert refused(load_source, source).startswith(f"{tmp_path}/log.jsonl:2: ")
+    with pytest.raises(UserError) as refusal:
+        load_source(source)
+    assert fault in str(refusal.value)
+    bad_rows: list[UserError] = []
+    require_the_exchange(load_source(source, bad_rows=bad_rows))
+    assert [str(error) for error in bad_rows] == [str(refusal.value)]
+
+
+def test_other_data_sets_with_responses_are_no_logs(tmp_path: Path) -> None:
+    rows = [{"id": "1", "prompt": "a question", "response": "an answer"}]
+    (row,) = load_source(written(tmp_path / "data.jsonl", rows))
+    assert (row.text, row.logged) == ("a question", "")
