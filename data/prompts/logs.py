@@ -135,7 +135,7 @@ def answered(row: PromptRow, response: Any, origin: str) -> PromptRow:
     text, ids, finish, stop, model, prompt_ids, unread = "", [], "", None, "", row.prompt_ids, False
     for event in events:
         model = str(event.get("model") or model)
-        choice = next((one for one in event.get("choices") or () if not one.get("index")), {})
+        choice: dict[str, Any] = next((one for one in event.get("choices") or () if not one.get("index")), {})
         turn = choice.get("message") or choice.get("delta") or choice
         text += str(turn.get("content") or turn.get("text") or "")
         unread = unread or any(turn.get(name) for name in ("tool_calls", "function_call", "refusal", *REASONING_KEYS))
