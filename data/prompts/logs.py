@@ -18,45 +18,34 @@ from data.prompts.prompt import PromptRow, PromptSource
 from speculative.errors import UserError
 
 KEYS = ("custom_id", "request_id", "id")
-# A penalty, a bias, a grammar or added text: an answer is then no sample of the target at its temperature alone.
+SETTINGS = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# A penalty, a bias or a grammar: with one, an answer is no sample of the target at these settings.
 SHAPING = (
-    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens"),
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-SETTINGS = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+HIDDEN = ("tool_calls", "function_call", "refusal", *REASONING_KEYS)  # parts of an answer beside its text
 
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """The answer of a row. ``origin``: where its response is. ``ids``: its tokens, if they were logged; else ``text`` is all of it.
-
-    ``finished``: it ended by itself. ``sampling``: the settings of the request; the temperature is None where it does not state one.
-    ``shaped``: names of settings that change the target's distribution in another way.
+    """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself. ``sampling``: `SETTINGS` of the request, the
+    temperature None if it states none. ``shaped``: its settings of `SHAPING`.
     """
 
     origin: str
     model: str
     text: str
-    ids: list[int] | None
+    ids: list[int]
     finished: bool
     sampling: dict[str, Any]
     shaped: list[str]
 
-    def written(self) -> str:
-        """JSON that `read_answer` reads."""
-        return json.dumps(asdict(self))
-
-
-def read_answer(text: str) -> LoggedAnswer:
-    """The answer that `LoggedAnswer.written` wrote."""
-    return LoggedAnswer(**json.loads(text))
-
 
 def is_log(columns: Collection[str], source: PromptSource) -> bool:
     """Whether these are the columns of requests or responses."""
-    if source.prompt_column or source.messages_column:
-        return False
-    return "request" in columns or bool({"custom_id", "request_id"} & {*columns} and {"body", "response"} & {*columns})
+    halves = {"custom_id", "request_id"} & {*columns} and {"body", "response"} & {*columns}
+    return not (source.prompt_column or source.messages_column) and ("request" in columns or bool(halves))
 
 
 class Exchanges:
@@ -64,36 +53,34 @@ class Exchanges:
 
     def __init__(self, source: PromptSource, domain: str) -> None:
         self.source, self.domain = source, domain
-        self._requests: dict[str, PromptRow | None] = {}  # without their response; None: that came
+        self._requests: dict[str, PromptRow] = {}  # without their response
         self._responses: dict[str, tuple[Any, str]] = {}  # without their request
 
     def rows(self, values: Mapping[str, Any], origin: str) -> list[PromptRow]:
-        """The prompts that this row completes. Raises UserError: it is neither a request nor a response that can be read."""
-        request = _parsed(values.get("request") or values.get("body"), "request", origin)
-        response = _parsed(values.get("response"), "response", origin)
+        """The prompt that this row completes, if it does. Raises UserError: no request or response that can be read."""
+        request = _parsed(values.get("request") or values.get("body"), origin)
+        response = _parsed(values.get("response"), origin)
         key = next((str(values[name]) for name in KEYS if values.get(name) is not None), "")
-        if request is None and response is None:
-            raise UserError(f"{origin}: a row of a log needs a request or a response; remove it")
-        if not key and (request is None or response is None):
-            raise UserError(f"{origin}: a row with half of an exchange needs a key, one of {', '.join(KEYS)}")
-        if request is None:
-            if key not in self._requests:
-                self._responses[key] = response, origin
-                return []
-            row, self._requests[key] = self._requests[key], None
-            return [answered(row, response, origin)] if row else []
-        row = self._prompt(request, domain_of(values, self.source.domain_column, self.domain, origin), origin)
-        if response is None and key in self._responses:
+        if not (request and response) and not ((request or response) and key):
+            raise UserError(f"{origin}: a row of a log has request and response, or one and a key ({', '.join(KEYS)})")
+        if not request and key not in self._requests:
+            self._responses[key] = response, origin
+            return []
+        if request:
+            domain = domain_of(values, self.source.domain_column, self.domain, origin)
+            row = self._prompt(request, domain, origin)
+        else:
+            row = self._requests.pop(key)
+        if not response and key in self._responses:
             response, origin = self._responses.pop(key)
-        if response is not None:
-            return [answered(row, response, origin)]
+        if response:
+            return [_answered(row, response, origin)]
         self._requests[key] = row
         return []
 
     def rest(self, bad_rows: list[UserError] | None) -> Iterator[PromptRow]:
-        """Prompts without a response, to be answered. A response without a request is an error, to raise or to add to ``bad_rows``."""
-        for row in filter(None, self._requests.values()):
-            yield replace(row, logged="")
+        """Prompts without a response. A response without a request is an error, to raise or to add to ``bad_rows``."""
+        yield from (replace(row, logged="") for row in self._requests.values())
         for key, (_, origin) in self._responses.items():
             error = UserError(
                 f"{origin}: no row has the request of the response {key!r}; add the file with the requests"
@@ -103,87 +90,79 @@ class Exchanges:
             bad_rows.append(error)
 
     def _prompt(self, request: Any, domain: str, origin: str) -> PromptRow:
-        request = request.get("body", request)
-        content = json.dumps(
-            {"model": request.get("model"), "sampling": _sampling(request), "shaped": _shaped(request)}
-        )
+        """The prompt of a request; ``logged`` has what an answer needs of it."""
+        # -1 is how engines write a top_k that is off.
+        sampling = {name: off if request.get(name) in (None, -1) else request[name] for name, off in SETTINGS.items()}
+        neutral: tuple[Any, ...] = (None, 0, 1, "", [], {}, {"type": "text"})
+        shaped = [name for name in SHAPING if request.get(name) not in neutral]
+        logged = json.dumps({"model": str(request.get("model")), "sampling": sampling, "shaped": shaped})
         if "messages" in request:
-            asked = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)
-            turns, answer, _ = asked[0]
+            turns, answer, _ = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)[
+                0
+            ]
             if answer is not None:
                 raise UserError(f"{origin}: the request ends in an assistant turn; remove the row")
-            tools = tools_of(request.get("tools"), "tools", origin)
-            return PromptRow(None, turns, None, domain, origin, tools, logged=content)
+            return PromptRow(
+                None, turns, None, domain, origin, tools_of(request.get("tools"), "tools", origin), logged=logged
+            )
         prompt = request.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-        if ids := _ids(prompt):
-            return replace(
-                prompt_row(json.dumps(ids), None, domain, origin, None), prompt_ids=tuple(ids), logged=content
-            )
-        if not isinstance(prompt, str) or not prompt:
+        ids = _ids(prompt)
+        text = json.dumps(ids) if ids else prompt
+        if not isinstance(text, str) or not text:
             raise UserError(f"{origin}: the request has no messages and no prompt; remove the row")
-        return replace(prompt_row(prompt, None, domain, origin, self.source.system), logged=content)
+        row = prompt_row(text, None, domain, origin, None if ids else self.source.system)
+        return replace(row, prompt_ids=tuple(ids) or None, logged=logged)
 
 
-def answered(row: PromptRow, response: Any, origin: str) -> PromptRow:
-    """A request's prompt with its response. Raises UserError: an error of the server, or no text."""
+def _answered(row: PromptRow, response: Any, origin: str) -> PromptRow:
+    """A request's prompt with its response. Raises UserError: an error of the server, or no whole text."""
     status = response.get("status_code", 200) if isinstance(response, dict) else 200
     body = response.get("body", response) if isinstance(response, dict) else response
     events = body if isinstance(body, list) else [body]
-    if status != 200 or not all(isinstance(event, dict) for event in events) or any(one.get("error") for one in events):
+    if status != 200 or any(not isinstance(event, dict) or event.get("error") for event in events):
         raise UserError(f"{origin}: the response is an error (status {status}); remove the row")
-    text, ids, finish, stop, model, prompt_ids, unread = "", [], "", None, "", row.prompt_ids, False
+    text, ids, prompt_ids, request = "", [], row.prompt_ids, json.loads(row.logged)
+    last: dict[str, Any] = {}
+    hidden: set[str] = set()
     for event in events:
-        model = str(event.get("model") or model)
         choice: dict[str, Any] = next((one for one in event.get("choices") or () if not one.get("index")), {})
         turn = choice.get("message") or choice.get("delta") or choice
         text += str(turn.get("content") or turn.get("text") or "")
-        unread = unread or any(turn.get(name) for name in ("tool_calls", "function_call", "refusal", *REASONING_KEYS))
-        ids += _ids(choice.get("token_ids")) or []
-        finish, stop = str(choice.get("finish_reason") or finish), choice.get("stop_reason", stop)
-        logged_ids = _ids(event.get("prompt_token_ids") or choice.get("prompt_token_ids"))
-        prompt_ids = tuple(logged_ids) if logged_ids else prompt_ids
-    if not (ids or text) or (unread and not ids):
-        what = "reasoning or tool calls without token_ids" if unread else "no text"
-        raise UserError(f"{origin}: the response has {what}; remove the row")
+        ids += _ids(choice.get("token_ids"))
+        hidden |= {name for name in HIDDEN if turn.get(name)}
+        last |= {name: one for name, one in (event | choice).items() if one is not None}
+        prompt_ids = tuple(_ids(last.get("prompt_token_ids"))) or prompt_ids
+    finish = last.get("finish_reason")
     if finish not in ("stop", "length", "tool_calls"):
-        raise UserError(f"{origin}: the response is not whole (finish_reason {finish or None!r}); remove the row")
-    asked = json.loads(row.logged)
-    # A string of the request ended it, not the target.
-    finished = finish != "length" and not isinstance(stop, str)
-    answer = LoggedAnswer(
-        origin, model or str(asked["model"]), text, ids or None, finished, asked["sampling"], asked["shaped"]
-    )
-    return replace(row, logged=answer.written(), prompt_ids=prompt_ids)
+        raise UserError(f"{origin}: the response is not whole (finish_reason {finish!r}); remove the row")
+    if not ids and (hidden or not text):
+        what = f"{', '.join(sorted(hidden))} without token_ids" if hidden else "no text"
+        raise UserError(f"{origin}: the response has {what}; remove the row")
+    # A text as reason is a stop string of the request, not the target's end.
+    finished = finish != "length" and not isinstance(last.get("stop_reason"), str)
+    request["model"] = str(last.get("model") or request["model"])
+    answer = LoggedAnswer(origin=origin, text=text, ids=ids, finished=finished, **request)
+    return replace(row, logged=json.dumps(asdict(answer)), prompt_ids=prompt_ids)
 
 
-def _parsed(value: Any, name: str, origin: str) -> Any:
-    """A request or response: an object, the list of a stream's events, or JSON or event text of either; None if it is missing."""
+def _parsed(value: Any, origin: str) -> Any:
+    """An object, the list of a stream's events, or JSON or event text of either; None if it is missing."""
     try:
         if isinstance(value, str) and value.lstrip().startswith("data:"):
-            lines = (line.removeprefix("data:").strip() for line in value.splitlines() if line.startswith("data:"))
+            lines = [line.removeprefix("data:").strip() for line in value.splitlines() if line.startswith("data:")]
             return [json.loads(line) for line in lines if line != "[DONE]"]
-        value = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin}: {name} is not JSON ({error}); fix or remove the row") from error
-    if not isinstance(value, dict | list | None) or (name == "request" and isinstance(value, list)):
-        raise UserError(f"{origin}: {name} is a {type(value).__name__}, not an object; fix or remove the row")
+        raise UserError(f"{origin}: request or response is not JSON ({error}); fix or remove the row") from error
+    if not isinstance(value, dict | list | None):
+        raise UserError(
+            f"{origin}: request or response is a {type(value).__name__}, not an object; fix or remove the row"
+        )
     return value
 
 
-def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a request states; -1 is how engines write a top_k that is off."""
-    stated = {name: request.get(name) for name in SETTINGS if request.get(name) not in (None, -1)}
-    return SETTINGS | {name: value for name, value in stated.items() if isinstance(value, int | float)}
-
-
-def _shaped(request: Mapping[str, Any]) -> list[str]:
-    kind = request.get("response_format")
-    plain = {"response_format"} if isinstance(kind, dict) and kind.get("type") == "text" else set()
-    penalty = ["repetition_penalty"] if request.get("repetition_penalty") not in (None, 1) else []
-    return [name for name in SHAPING if request.get(name) and name not in plain] + penalty
-
-
-def _ids(value: Any) -> list[int] | None:
+def _ids(value: Any) -> list[int]:
+    """A list of token ids; empty for anything else."""
     whole = isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
-    return value if whole and value else None
+    return value if whole else []

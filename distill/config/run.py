@@ -111,7 +111,7 @@ def _of_targets(c: "RunConfig") -> Iterator[str]:
         )
     if c.at_server and c.asks_more_than_server_gives:
         yield "target.endpoint only supports signal.source: store and loss.temperature: 1"
-    if c.behind() and c.data.responses == "logged":
+    if c.at_server and c.data.responses == "logged":
         yield "target.endpoint: logged answers are checked with the target's weights; set data.responses: fresh"
     # A target on several devices.
     if c.target.shard and c.target.device_map:

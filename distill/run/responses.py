@@ -106,9 +106,10 @@ class RunData:
             return self._make(TRAINING, prompts, self.settings, samples)
 
     def _take_logged(self, prompts: Sequence[RenderedPrompt]) -> None:
+        store, manifest = Store(self.folder / TRAINING), self.manifest(self.settings)
         fresh = self.heldout_of(self.prompts.heldout, self.run.config.serving_rule)
-        answers = LoggedAnswers(self.run, self.target, self.tokenizer, self.settings, self.manifest(self.settings))
-        answers.take(self.folder, prompts, fresh)
+        self.run.seen(lambda: store.open(manifest))
+        LoggedAnswers(self.run, self.target, self.tokenizer, self.settings).take(store, prompts, fresh)
 
     @functools.cached_property
     def heldout(self) -> dict[Rule, list[HeldoutResponse]]:

@@ -113,9 +113,9 @@ def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of texts. tilted_S: log of the product for each tilt. surprise: sum of log-probabilities minus their expectations, nats.
+    """Of one text or several. tilted_S: log of the product for each tilt. surprise: sum of log-probabilities minus their expectations, nats.
 
-    log_target_probs: of each token of one text, under the settings.
+    log_target_probs: of each token under the settings.
     """
 
     tilted_S: np.ndarray
@@ -125,7 +125,7 @@ class Evidence:
 
     @property
     def against(self) -> float:
-        """Log of the evidence that the target did not write these texts: of the mean over all tilts."""
+        """Log of the evidence that the target did not write the text: of the mean over all tilts."""
         return float(special.logsumexp(self.tilted_S) - np.log(len(self.tilted_S)))
 
 
@@ -145,16 +145,16 @@ def evidence_of(target: PreTrainedModel, texts: Sequence[StoredText], settings: 
         norms = [((1 - tilt) * logs_RV).logsumexp(-1) for tilt in TILTS]
         return torch.stack([logs_RV.gather(-1, token_R1).squeeze(-1), expected_R, *norms], 1)
 
-    found = []
+    evidence = []
     for values_TK in values_by_text(target, texts, columns, 1 if settings.greedy else 2 + len(TILTS), "target"):
         tokens = len(values_TK)
         if settings.greedy:
             others = int(values_TK.sum())
             chance = special.bdtrc(others - 1, tokens, MOST_OTHERS) if others else 1.0
-            found.append(Evidence(-np.log([max(chance, 1e-300)]), -float(others), tokens, np.zeros(tokens)))
+            evidence.append(Evidence(-np.log([max(chance, 1e-300)]), -float(others), tokens, np.zeros(tokens)))
             continue
         log_probs_T = np.maximum(values_TK[:, 0], IMPOSSIBLE)
         tilted_S = -np.array(TILTS) * log_probs_T.sum() - values_TK[:, 2:].sum(0)
         surprise = float((log_probs_T - values_TK[:, 1]).sum())
-        found.append(Evidence(tilted_S, surprise, tokens, log_probs_T))
-    return found
+        evidence.append(Evidence(tilted_S, surprise, tokens, log_probs_T))
+    return evidence

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from refusals import refused
 
-from data.prompts.logs import LoggedAnswer, read_answer
+from data.prompts.logs import LoggedAnswer
 from data.prompts.prompt import PromptRow, PromptSource
 from data.prompts.sources import load_source
 from speculative.errors import UserError
@@ -38,7 +38,6 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASKED},
         {"id": "r1", "custom_id": "a", "response": {"status_code": 200, "body": TOLD}, "error": None},
     ],
-    "requests that name their address": [{"request": {"url": "/v1/chat/completions", "body": ASKED}, "response": TOLD}],
 }
 
 
@@ -49,13 +48,13 @@ def written(path: Path, rows: list[dict[str, Any]]) -> PromptSource:
 
 def only(rows: list[PromptRow]) -> tuple[PromptRow, LoggedAnswer]:
     (row,) = rows
-    return row, read_answer(row.logged)
+    return row, LoggedAnswer(**json.loads(row.logged))
 
 
 def require_the_exchange(rows: list[PromptRow]) -> None:
     row, answer = only(rows)
     assert row.messages == tuple(TURNS)
-    assert (answer.text, answer.ids, answer.finished, answer.model) == ("Four.", None, True, "served-0731")
+    assert (answer.text, answer.ids, answer.finished, answer.model) == ("Four.", [], True, "served-0731")
     assert answer.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.0}
     assert answer.shaped == []
 
@@ -110,14 +109,14 @@ def test_a_request_without_response_stays_a_prompt(tmp_path: Path) -> None:
 
 BROKEN = {
     "no row has the request of the response 'b'; add the file": {"id": "b", "response": TOLD},
-    "needs a request or a response": {"id": "b"},
-    "request is not JSON": {"request": "{", "response": TOLD},
-    "response is a int, not an object": {"request": ASKED, "response": 3},
+    "a row of a log has request and response, or one and a key": {"id": "b"},
+    "request or response is not JSON": {"request": "{", "response": TOLD},
+    "request or response is a int, not an object": {"request": ASKED, "response": 3},
     "the response is an error (status 429)": {"request": ASKED, "response": {"status_code": 429, "body": {}}},
     "the response is an error (status 200)": {"request": ASKED, "response": {"error": {"message": "busy"}}},
     "the response is not whole (finish_reason None)": {"request": ASKED, "response": EVENTS[:2]},
     "the response has no text": {"request": ASKED, "response": {"choices": []}},
-    "reasoning or tool calls without token_ids": {
+    "the response has reasoning without token_ids": {
         "request": ASKED,
         "response": {"choices": [{"message": {"content": "4", "reasoning": "2+2"}, "finish_reason": "stop"}]},
     },
@@ -126,7 +125,7 @@ BROKEN = {
         "request": {"messages": [*TURNS, {"role": "assistant", "content": "It is"}]},
         "response": TOLD,
     },
-    "half of an exchange needs a key": {"request": ASKED},
+    "or one and a key (custom_id, request_id, id)": {"request": ASKED},
 }
 
 

@@ -98,8 +98,9 @@ def test_the_targets_own_answers_are_taken_with_its_probabilities(folder: Path, 
     record = record_of(folder, "own")
     assert (record["taken"], record["left_out"]) == (len(rows), {})
     said = capsys.readouterr().out
-    assert f"{len(rows)} logged answers of {record['tokens']:,} tokens are taken; median log-probability" in said
-    assert abs(record["median_log_prob"] - record["median_log_prob_of_fresh"]) < 0.5
+    assert f"{len(rows)} logged answers are taken; median log-probability of a token" in said
+    logged, other = record["median_log_probs"]
+    assert abs(logged - other) < 0.5
     # The second start reads what the first one took.
     assert texts(rows_of(folder, "own", folder / "target", log, responses="logged")) == texts(rows)
 
@@ -155,13 +156,13 @@ def test_single_wrong_rows_are_counted_and_answered_again(folder: Path, fresh: l
     log = log_of(folder / "mixed.jsonl", fresh, change)
     rows = rows_of(folder, "mixed", folder / "target", log, responses="logged")
     record = record_of(folder, "mixed")
-    reasons = {reason: found["rows"] for reason, found in record["left_out"].items()}
+    reasons = record["left_out"]
     assert set(reasons) == {
         taking.NOT_OWN,
-        "sampled at temperature 1 (here 0.8)",
+        "sampled at temperature 1.0 (here 0.8)",
         "shaped by presence_penalty",
     }
-    assert all(found["first"].startswith(f"{log}:") for found in record["left_out"].values())
+    assert all(record["first"][reason].startswith(f"{log}:") for reason in reasons)
     assert record["taken"] + sum(reasons.values()) == len(rows), "every prompt has an answer"
     assert not {tuple(row.response_ids) for row in rows} & {tuple(ids) for ids in wrong.values()}
 
@@ -176,7 +177,7 @@ def test_an_answer_without_a_temperature_is_refused_or_counted(folder: Path, fre
     message = refused(rows_of, folder, "unstated", folder / "target", log, **data)
     assert re.match(rf"{log}:\d*[02468]: the request states no temperature", message)
     rows = rows_of(folder, "unstated", folder / "target", log, **data, bad_rows="drop")
-    assert record_of(folder, "unstated")["left_out"]["without a temperature"]["rows"] >= 8
+    assert record_of(folder, "unstated")["left_out"]["without a temperature"] >= 8
     assert len(rows) == 18
 
 
@@ -189,18 +190,18 @@ def test_a_killed_start_takes_the_same_answers(folder: Path, fresh: list[Row], m
     log = log_of(folder / "own.jsonl", fresh)
     score, calls = taking.LoggedAnswers._score, []
 
-    def dying(self: Any, prompts: Any, answers: Any) -> Any:
-        calls.append(len(prompts))
+    def dying(*given: Any) -> Any:
+        calls.append(given)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return score(self, prompts, answers)
+        return score(*given)
 
     with monkeypatch.context() as patched:
         patched.setattr(taking.LoggedAnswers, "_score", dying)
         with pytest.raises(KeyboardInterrupt):
             rows_of(folder, "killed", folder / "target", log, responses="logged")
     calls.clear()
-    monkeypatch.setattr(taking.LoggedAnswers, "_score", lambda *given: (calls.append(len(given[1])), score(*given))[1])
+    monkeypatch.setattr(taking.LoggedAnswers, "_score", lambda *given: (calls.append(given), score(*given))[1])
     rows = rows_of(folder, "killed", folder / "target", log, responses="logged")
     assert len(calls) == 2, "of four groups two were finished"
     own = rows_of(folder, "whole", folder / "target", log, responses="logged")
