@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from data.files import write_json
 from data.prompts.logs import LoggedAnswer
@@ -55,12 +56,12 @@ class LoggedAnswers:
         store, size = Store(path.with_suffix("")), run.config.serving.shard_size
         run.seen(lambda: store.open(training.manifest()))
         groups = list(enumerate(chosen[start : start + size] for start in range(0, len(chosen), size)))
-        with self.target.loaded():
+        with self.target.loaded() as model:
             parts = run.dealt(
                 store.folder / "parts",
                 f"logged answers-{digest}",
                 groups,
-                lambda group: self._score(store, group[0], [prompts[number] for number in group[1]]),
+                lambda group: self._score(model, store, group[0], [prompts[number] for number in group[1]]),
                 run.config.target.shard,
             )
         scored = [answer for part in parts for answer in part]
@@ -114,12 +115,14 @@ class LoggedAnswers:
             raise UserError("data.responses: logged: no source of data.train is a log with answers (docs/logs.md)")
         return chosen
 
-    def _score(self, store: Store, shard: int, prompts: Sequence[RenderedPrompt]) -> list[dict[str, Any]]:
+    def _score(
+        self, model: PreTrainedModel, store: Store, shard: int, prompts: Sequence[RenderedPrompt]
+    ) -> list[dict[str, Any]]:
         """Facts of each answer as JSON; those without a fault become rows of a shard."""
         answers = [LoggedAnswer(**json.loads(prompt.logged)) for prompt in prompts]
         rows = [self._row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         readable = [row for row in rows if max(row.input_ids) < self.target.facts.vocab_rows]
-        evidence = evidence_of(self.target.model, readable, self.settings.sampling)
+        evidence = evidence_of(model, readable, self.settings.sampling)
         by_prompt = {row.prompt_id: fit for row, fit in zip(readable, evidence, strict=True)}
         scored: list[dict[str, Any]] = []
         own: list[Row] = []

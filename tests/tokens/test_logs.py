@@ -115,7 +115,7 @@ BROKEN = {
     "the response is an error (status 429)": {"request": ASKED, "response": {"status_code": 429, "body": {}}},
     "the response is an error (status 200)": {"request": ASKED, "response": {"error": {"message": "busy"}}},
     "the response is not whole (finish_reason None)": {"request": ASKED, "response": EVENTS[:2]},
-    "the response has no text": {"request": ASKED, "response": {"choices": []}},
+    "the response has no text": {"request": ASKED, "response": {"choices": [{"text": "", "finish_reason": "stop"}]}},
     "the response has reasoning without token_ids": {
         "request": ASKED,
         "response": {"choices": [{"message": {"content": "4", "reasoning": "2+2"}, "finish_reason": "stop"}]},
