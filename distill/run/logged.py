@@ -28,8 +28,7 @@ from speculative.rules.sampling import SamplingSettings
 
 # Nats a token between a text's log-probability and the expected one: engines round, quantise, and split logged text in other ways.
 MOST_DEVIATION = 0.1
-NOT_OWN, FOREIGN = "certainly not the target's own", "of tokens that the target does not have"
-UNSTATED = "without a temperature"
+NOT_OWN, UNSTATED = "certainly not the target's own", "without a temperature"
 
 
 class LoggedAnswers:
@@ -121,32 +120,28 @@ class LoggedAnswers:
         """Facts of each answer as JSON; those without a fault become rows of a shard."""
         answers = [LoggedAnswer(**json.loads(prompt.logged)) for prompt in prompts]
         rows = [self._row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        readable = [row for row in rows if max(row.input_ids) < self.target.facts.vocab_rows]
-        evidence = evidence_of(model, readable, self.settings.sampling)
-        by_prompt = {row.prompt_id: fit for row, fit in zip(readable, evidence, strict=True)}
-        scored: list[dict[str, Any]] = []
-        own: list[Row] = []
-        for row, answer in zip(rows, answers, strict=True):
-            facts: dict[str, Any] = {"origin": answer.origin, "model": answer.model, "fault": FOREIGN}
-            if fit := by_prompt.get(row.prompt_id):
-                log_probs = fit.log_target_probs.tolist()
-                facts |= {
-                    "fault": NOT_OWN if fit.against > CERTAIN else "",
-                    "log_prob": float(np.mean(log_probs or [0.0])),
-                }
-                facts |= {"surprise": fit.surprise, "tilted_S": fit.tilted_S.tolist(), "tokens": fit.tokens}
-                own += [] if facts["fault"] else [replace(row, log_target_probs=log_probs)]
-            scored.append(facts)
+        scored, own = [], []
+        for answer, row, fit in zip(answers, rows, evidence_of(model, rows, self.settings.sampling), strict=True):
+            log_probs, fault = fit.log_target_probs.tolist(), NOT_OWN if fit.against > CERTAIN else ""
+            own += [] if fault else [replace(row, log_target_probs=log_probs)]
+            sums = {"surprise": fit.surprise, "tilted_S": fit.tilted_S.tolist(), "tokens": fit.tokens}
+            facts = {"origin": answer.origin, "model": answer.model, "fault": fault, **sums}
+            scored.append(facts | {"log_prob": float(np.mean(log_probs or [0.0]))})
         if own:
             store.write_shard(shard, own)
         return scored
 
     def _row(self, prompt: RenderedPrompt, answer: LoggedAnswer) -> Row:
-        """The row of an answer, without probabilities. Text lacks the token that ended it."""
+        """The row of an answer, without probabilities; text lacks the token that ended it. UserError: tokens of another vocabulary."""
         settings, ends = self.settings, self.settings.eos_ids
         ids = answer.ids or list(self.tokenizer(answer.text, add_special_tokens=False).input_ids)
         if answer.finished and not {*ids[-1:]} & {*ends}:
             ids = [*ids, self.turn_end if self.turn_end in ends else ends[0]]
+        if max(ids, default=0) >= self.target.facts.vocab_rows:
+            raise UserError(
+                f"{answer.origin}: the answer has token {max(ids)}, but the target has {self.target.facts.vocab_rows} rows; it is of "
+                "another model, so remove the row"
+            )
         finished = answer.finished and len(ids) <= settings.max_tokens
         ids = [*prompt.prompt_ids, *ids[: settings.max_tokens]]
         mask = loss_mask(len(prompt.prompt_ids), len(ids))

@@ -214,3 +214,9 @@ def test_a_server_has_no_weights_to_check_with(folder: Path) -> None:
     more = ["student.init=pretrained", "student.path=x", "judge.live=never", "signal.source=store"]
     with pytest.raises(UserError, match="logged answers are checked with the target's weights"):
         respond.run(path, ["data.responses=logged", server, *more])
+
+
+def test_token_ids_of_another_vocabulary_are_one_line(folder: Path, fresh: list[Row]) -> None:
+    log = log_of(folder / "large.jsonl", fresh, lambda number, asked, choice: choice.update(token_ids=[number, 5000]))
+    message = refused(rows_of, folder, "large", folder / "target", log, responses="logged")
+    assert re.match(rf"{log}:\d+: the answer has token 5000, but the target has 300 rows", message)
