@@ -58,6 +58,12 @@ class Exchanges:
 
     def rows(self, values: Mapping[str, Any], origin: str) -> list[PromptRow]:
         """The prompt that this row completes, if it does. Raises UserError: no request or response that can be read."""
+        try:
+            return self._rows(values, origin)
+        except (AttributeError, TypeError, LookupError) as error:
+            raise UserError(f"{origin}: not an exchange in OpenAI's format ({error}); fix or remove the row") from error
+
+    def _rows(self, values: Mapping[str, Any], origin: str) -> list[PromptRow]:
         request = _parsed(values.get("request") or values.get("body"), origin)
         response = _parsed(values.get("response"), origin)
         key = next((str(values[name]) for name in KEYS if values.get(name) is not None), "")
@@ -92,19 +98,18 @@ class Exchanges:
     def _prompt(self, request: Any, domain: str, origin: str) -> PromptRow:
         """The prompt of a request; ``logged`` has what an answer needs of it."""
         # -1 is how engines write a top_k that is off.
-        sampling = {name: off if request.get(name) in (None, -1) else request[name] for name, off in SETTINGS.items()}
+        sampling = {
+            name: off if request.get(name) in (None, -1) else request[name] + 0 for name, off in SETTINGS.items()
+        }
         neutral: tuple[Any, ...] = (None, 0, 1, "", [], {}, {"type": "text"})
         shaped = [name for name in SHAPING if request.get(name) not in neutral]
         logged = json.dumps({"model": str(request.get("model")), "sampling": sampling, "shaped": shaped})
         if "messages" in request:
-            turns, answer, _ = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)[
-                0
-            ]
-            if answer is not None:
+            asked = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)[0]
+            if asked[1] is not None:
                 raise UserError(f"{origin}: the request ends in an assistant turn; remove the row")
-            return PromptRow(
-                None, turns, None, domain, origin, tools_of(request.get("tools"), "tools", origin), logged=logged
-            )
+            tools = tools_of(request.get("tools"), "tools", origin)
+            return PromptRow(None, asked[0], None, domain, origin, tools, logged=logged)
         prompt = request.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
         ids = _ids(prompt)
@@ -126,12 +131,12 @@ def _answered(row: PromptRow, response: Any, origin: str) -> PromptRow:
     last: dict[str, Any] = {}
     hidden: set[str] = set()
     for event in events:
-        choice: dict[str, Any] = next((one for one in event.get("choices") or () if not one.get("index")), {})
+        choice: dict[str, Any] = next((item for item in event.get("choices") or () if not item.get("index")), {})
         turn = choice.get("message") or choice.get("delta") or choice
-        text += str(turn.get("content") or turn.get("text") or "")
+        text += turn.get("content") or turn.get("text") or ""
         ids += _ids(choice.get("token_ids"))
         hidden |= {name for name in HIDDEN if turn.get(name)}
-        last |= {name: one for name, one in (event | choice).items() if one is not None}
+        last |= {name: value for name, value in (event | choice).items() if value is not None}
         prompt_ids = tuple(_ids(last.get("prompt_token_ids"))) or prompt_ids
     finish = last.get("finish_reason")
     if finish not in ("stop", "length", "tool_calls"):
@@ -155,10 +160,6 @@ def _parsed(value: Any, origin: str) -> Any:
         value = json.loads(value) if isinstance(value, str) and value.strip() else value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{origin}: request or response is not JSON ({error}); fix or remove the row") from error
-    if not isinstance(value, dict | list | None):
-        raise UserError(
-            f"{origin}: request or response is a {type(value).__name__}, not an object; fix or remove the row"
-        )
     return value
 
 

@@ -263,18 +263,18 @@ def _hub_table(source: PromptSource) -> _Table:
 def _table_rows(
     table: _Table, source: PromptSource, exchanges: Exchanges, preferred: str | None, bad_rows: list[UserError] | None
 ) -> Iterator[PromptRow]:
-    made: Callable[[dict[str, Any], str], list[PromptRow]]
+    read: Callable[[dict[str, Any], str], list[PromptRow]]
     if set(table.columns) >= RENDERED and not (source.prompt_column or source.messages_column):
         yield from _rendered_rows(table, source)
         return
     if is_log(table.columns, source):
-        made, wanted = exchanges.rows, table.columns
+        read, wanted = exchanges.rows, table.columns
     else:
         columns = columns_of(table.name, table.columns, source, preferred)
-        made, wanted = partial(columns.rows, exchanges.domain), columns.wanted
+        read, wanted = partial(columns.rows, exchanges.domain), columns.wanted
     for number, values in table.rows(wanted):
         try:
-            rows = made(values, f"{table.name}:{number}")
+            rows = read(values, f"{table.name}:{number}")
         except UserError as error:
             if bad_rows is None:
                 raise

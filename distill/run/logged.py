@@ -120,15 +120,15 @@ class LoggedAnswers:
         """Facts of each answer as JSON; those without a fault become rows of a shard."""
         answers = [LoggedAnswer(**json.loads(prompt.logged)) for prompt in prompts]
         rows = [self._row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        scored, own = [], []
+        scored, accepted = [], []
         for answer, row, fit in zip(answers, rows, evidence_of(model, rows, self.settings.sampling), strict=True):
             log_probs, fault = fit.log_target_probs.tolist(), NOT_OWN if fit.against > CERTAIN else ""
-            own += [] if fault else [replace(row, log_target_probs=log_probs)]
+            accepted += [] if fault else [replace(row, log_target_probs=log_probs)]
             sums = {"surprise": fit.surprise, "tilted_S": fit.tilted_S.tolist(), "tokens": fit.tokens}
             facts = {"origin": answer.origin, "model": answer.model, "fault": fault, **sums}
             scored.append(facts | {"log_prob": float(np.mean(log_probs or [0.0]))})
-        if own:
-            store.write_shard(shard, own)
+        if accepted:
+            store.write_shard(shard, accepted)
         return scored
 
     def _row(self, prompt: RenderedPrompt, answer: LoggedAnswer) -> Row:

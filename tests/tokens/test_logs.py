@@ -111,7 +111,6 @@ BROKEN = {
     "no row has the request of the response 'b'; add the file": {"id": "b", "response": TOLD},
     "a row of a log has request and response, or one and a key": {"id": "b"},
     "request or response is not JSON": {"request": "{", "response": TOLD},
-    "request or response is a int, not an object": {"request": ASKED, "response": 3},
     "the response is an error (status 429)": {"request": ASKED, "response": {"status_code": 429, "body": {}}},
     "the response is an error (status 200)": {"request": ASKED, "response": {"error": {"message": "busy"}}},
     "the response is not whole (finish_reason None)": {"request": ASKED, "response": EVENTS[:2]},
@@ -127,6 +126,28 @@ BROKEN = {
     },
     "or one and a key (custom_id, request_id, id)": {"request": ASKED},
 }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"request": ASKED, "response": 3},
+        {"request": [1], "response": TOLD},
+        {"request": ASKED, "response": {"choices": [3]}},
+        {"request": ASKED, "response": {"choices": 3}},
+        {
+            "request": ASKED,
+            "response": {"choices": [{"message": {"content": [{"text": "4"}]}, "finish_reason": "stop"}]},
+        },
+        {"request": ASKED | {"temperature": "warm"}, "response": TOLD},
+        {"request": ASKED | {"messages": "Two and two?"}, "response": TOLD},
+        {"request": ASKED | {"tools": 3}, "response": TOLD},
+        {"request": {"prompt": {"text": "x"}}, "response": TOLD},
+    ],
+)
+def test_values_of_other_types_are_one_line(tmp_path: Path, row: dict[str, Any]) -> None:
+    source = written(tmp_path / "log.jsonl", [*SHAPES["one row"], row])
+    assert refused(load_source, source).startswith(f"{tmp_path}/log.jsonl:2: ")
 
 
 @pytest.mark.parametrize("fault", BROKEN)
