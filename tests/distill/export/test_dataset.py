@@ -11,7 +11,7 @@ from tiny_training import forget_accelerators
 from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.responses.store import Store
-from distill import train
+from distill import respond
 from distill.config.layout import HELDOUT, RESPONSES, TRAINING, best_student
 from distill.export.hub.dataset import write_responses
 from distill.models.load import load_tokenizer
@@ -38,15 +38,15 @@ def test_the_dataset_holds_the_stored_responses(tiny_run: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("place", ["in the run", "as it was pushed"])
-def test_a_run_trains_from_the_dataset_of_another(
-    tiny_run: Path, tiny_config: Path, tmp_path: Path, place: str, without_verdict: None
+def test_a_run_answers_the_dataset_of_another_with_the_same_responses(
+    tiny_run: Path, tiny_config: Path, tmp_path: Path, place: str
 ) -> None:
     folder = write_responses(tiny_run)
     if place == "as it was pushed":
         folder = Path(shutil.copytree(folder, tmp_path / "answers"))
     forget_accelerators()
     sources = f"data.train=[{{path: {folder}}}]", f"data.heldout=[{{path: {folder}, split: heldout}}]"
-    assert train.main([str(tiny_config), f"output={tmp_path}", "name=again", "train.steps=1", *sources]) == 0
+    respond.run(tiny_config, [f"output={tmp_path}", "name=again", *sources])
     for name in (TRAINING, HELDOUT):
         again = {row.prompt_id: row for row in Store(tmp_path / "again" / RESPONSES / name).read()}
         for row in Store(tiny_run / RESPONSES / name).read():
