@@ -81,13 +81,6 @@ def test_llama_cpp_is_timed_by_the_counts_so_far_in_its_parts(timed: Path) -> No
             assert 0.99 * wait < one.block_price(gamma) * one.target_seconds < 2 * wait
 
 
-def test_an_engine_that_takes_fewer_requests_is_refused(tiny_run: Path) -> None:
-    engines = [FakeEngine(Timed(gamma, **QUICK), most=most) for gamma, most in ((0, 9), (2, 9), (4, 2))]
-    with asking(tiny_run, *engines) as options:
-        assert "--load 3: the engine decoded 2 requests at a time; lower it" in refused(time_command, options)
-    assert not (tiny_run / "engine_costs.json").exists()
-
-
 def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, calls = clock._turn, itertools.count()
 
@@ -124,6 +117,7 @@ def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pyt
         (((2, {}), (2, {}), (4, {})), "drafts too; start it without the draft"),
         (((0, {"ids": False}), (2, {}), (4, {})), "0 tokens are counted in a stream of"),
         (((0, {}), (2, {}), (2, {})), "two or more engines that draft different numbers"),
+        (((0, {}), (2, {}), (4, {"most": 2})), "--load 3: the engine decoded 2 requests at a time; lower it"),
     ],
 )
 def test_engines_that_cannot_be_timed_are_one_line(
