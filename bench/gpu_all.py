@@ -66,7 +66,7 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
         if "mark.gpu" in path.read_text(encoding="utf-8")
     ]
     few = files[-1:] if place.tiny else files
-    words = ["-m", "pytest", "-q", "-m", "gpu", "-n", "0" if place.tiny else "5", "-p", "no:cacheprovider", *few]
+    words = ["-m", "pytest", "-m", "gpu", "-n", "0" if place.tiny else "5", "-p", "no:cacheprovider", *few]
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=place.left, check=False
     )
@@ -139,8 +139,10 @@ def run_apart(name: str, asked: argparse.Namespace, seconds: float) -> None:
         started.update(process.children(recursive=True))
         time.sleep(0.1)
     why = f"killed after {seconds:.0f} s" if code is None else f"its process ended with {code}" if code else None
-    for left in (process, *started):
-        end_tree(left)
+    end_tree(process)
+    for orphan in started:
+        end_tree(orphan)
+    psutil.wait_procs(started, timeout=5)
     process.wait()
     if why is not None:
         result = read(asked.out)

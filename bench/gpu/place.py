@@ -93,8 +93,10 @@ def best_of(repeats: int, run: Callable[[], T], rate: Callable[[T], float]) -> T
 
 
 def end_tree(root: psutil.Process) -> None:
-    """Kill a process and all that it started, in whatever process groups (kill -9)."""
+    """Kill a process and all that it started, in whatever process groups (kill -9), and wait for the end of the latter."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (*root.children(recursive=True), root):
+        children = root.children(recursive=True)
+        for process in (*children, root):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(children, timeout=5)

@@ -61,13 +61,14 @@ DEVICE.__enter__()
 """
 
 
+@pytest.mark.timeout(600)  # Four programs, one after the other.
 def test_a_whole_run_is_killed_continued_and_exported(tmp_path: Path) -> None:
     """`understudy train` in bfloat16, in processes each of which has the device."""
     (tmp_path / "sitecustomize.py").write_text(SITE.format(support=str(ROOT / "tests" / "support")))
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(ROOT / "bench" / "gpu_all.py"), "--tiny", "--only", "embedded", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--seconds", "280"], env=environment, timeout=300, check=True)
+    subprocess.run([*command, "--seconds", "560"], env=environment, timeout=590, check=True)
     part = json.loads(out.read_text())["parts"]["embedded"]
     assert (part["error"], part["device"]) == (None, "NVIDIA H100 80GB HBM3")
     _, trained, exported = part["cells"]
