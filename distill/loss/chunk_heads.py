@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from data.signals.signal import DenseSignal
+from speculative.engine.library_state import is_hooked
 
 UNKNOWN_VOCABULARY = 1 << 17
 # Bytes of a half-precision product before it is added to a float32 sum.
@@ -207,8 +208,7 @@ def _is_linear(head: OutputHead) -> bool:
         type(head) is OutputHead
         and type(layer) is nn.Linear
         and type(layer.weight) in (Tensor, nn.Parameter)
-        and "forward" not in vars(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not is_hooked(layer)
     )
 
 

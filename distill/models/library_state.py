@@ -1,13 +1,15 @@
-"""Private state of libraries that a training step needs, each with the version that was read and the change that would end it."""
+"""Private state of libraries that this package uses, each with the version that was read and the change that would end it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.checkpointing import load_custom_state
+from accelerate.hooks import add_hook_to_module
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import Tensor, diff
+from torch import Tensor, cpu, diff
 from transformers import masking_utils
 
 
@@ -42,3 +44,15 @@ def load_registered(accelerator: Accelerator, folder: Path) -> None:
     """Load schedules and other registered objects alone; accelerate 1.15 loads them only together with weights of its own arrangement."""
     for index, registered in enumerate(accelerator._custom_objects):
         load_custom_state(registered, str(folder), index)
+
+
+def spread_alike(model: Any, other: Any) -> None:
+    """Spread a model over devices as another one whose modules it shares; accelerate 1.15 has no way to ask for the hook that it gave."""
+    if hasattr(other, "_hf_hook"):
+        add_hook_to_module(model, other._hf_hook)
+        model.hf_device_map = other.hf_device_map
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor multiplies in bfloat16; `torch.cpu.get_capabilities`, public in torch 2.13, ends it."""
+    return cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.hooks import add_hook_to_module
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as MULTIMODAL
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, initialization
 
+from distill.models.library_state import spread_alike
 from distill.models.quantized import quantization_of
+from speculative.engine.library_state import attention_name
 
 # Text models without a causal LM class of their own. Their rotary positions have three axes, which are equal in text, so they
 # equal the plain model given here.
@@ -24,13 +27,8 @@ PROBE_TOKENS = 16
 
 def auto_class(config: Any) -> Any:
     """Return the class that loads this config: a causal LM if transformers has one, else the multimodal model."""
-    multimodal = AutoModelForImageTextToText._model_mapping
-    wanted = not _has_causal_lm(config) and type(config) in multimodal
+    wanted = type(config) not in CAUSAL and type(config) in MULTIMODAL
     return AutoModelForImageTextToText if wanted else AutoModelForCausalLM
-
-
-def _has_causal_lm(config: Any) -> bool:
-    return type(config) in AutoModelForCausalLM._model_mapping
 
 
 def without_weights(config: Any, trust_remote_code: bool = False) -> Any:
@@ -47,21 +45,18 @@ def text_only(model: PreTrainedModel) -> Any:
     if text_config is model.config:
         return model
     config, head = _causal_config(text_config), model.get_output_embeddings()
-    if not _has_causal_lm(config) or head is None:
+    if type(config) not in CAUSAL or head is None:
         return model
     config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     config.dtype = model.dtype
-    config._attn_implementation = text_config._attn_implementation
     if quantization_of(model.config) is not None:
         config.quantization_config = quantization_of(model.config)
     with init_empty_weights(include_buffers=False):
-        text: Any = AutoModelForCausalLM.from_config(config)
+        text: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention_name(text_config))
     decoder = model.get_decoder()
     setattr(text, text.base_model_prefix, decoder)
     text.set_output_embeddings(head)
-    if hasattr(model, "_hf_hook"):  # spread over devices: return logits to the device of the ids
-        add_hook_to_module(text, model._hf_hook)
-        text.hf_device_map = model.hf_device_map
+    spread_alike(text, model)  # logits return to the device of the ids
     text.generation_config = copy.deepcopy(model.generation_config)
     if not same_logits(model.eval(), text.eval()):
         return model

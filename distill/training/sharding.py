@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.config.sections import OptimConfig
 from distill.models.carving.layers import layer_list
-from distill.models.library_state import load_registered, turn_on_fsdp
+from distill.models.library_state import cpu_has_bf16, load_registered, turn_on_fsdp
 from distill.models.quantized import quantization_of
 from distill.models.target import Target
 from distill.run.run import Run
@@ -46,7 +46,7 @@ def settled_precision(wanted: str) -> tuple[str, str | None]:
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "native":
-        has_bf16 |= torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        has_bf16 |= cpu_has_bf16()
     precision = wanted if wanted in ("no", "bf16") else "bf16" if has_bf16 or launcher == "bf16" else "no"
     said = f"the launcher asks for mixed_precision {launcher}, but train.mixed_precision is {wanted}; using {precision}"
     return precision, None if launcher in ("no", precision) else said
@@ -96,7 +96,9 @@ def prepare(
     the forward to the end of the backward, so the loss can use the head's weight outside the head's forward.
     """
     if accelerator.is_fsdp2:
-        module._no_split_modules = sorted({type(layer).__name__ for layer in layer_list(module.inner)[1]})  # type: ignore[assignment]
+        plugin = accelerator.state.fsdp_plugin
+        layers = sorted({type(layer).__name__ for layer in layer_list(module.inner)[1]})
+        plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or layers
     wrapped, *prepared = accelerator.prepare(module, *optimizers)
     return wrapped, prepared
 
@@ -189,7 +191,7 @@ def _shards(run: Run, whole: PreTrainedModel | None) -> PreTrainedModel:
     model.tie_weights()
     for name, buffer in buffers.items():
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._buffers[leaf] = buffer
+        setattr(model.get_submodule(parent), leaf, buffer)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, {} if whole is None else whole.state_dict(), options=options)
     return model.requires_grad_(False).eval()

@@ -1,7 +1,7 @@
-"""Private state of torch and transformers that this package and its drafters use, each with its reason and what would end it.
+"""Private state of torch and transformers that this package, its drafters and the loss use, each with its reason and what would end it.
 
 torch 2.13: the public iterators over a module's parts keep books of what they met, which takes as long as a small model's step; there is
-no public question for hooks or for a buffer's place in a saved model. A fast public walk would end the first eight functions.
+no public question for hooks or for a buffer's place in a saved model. A fast public walk would end the first nine functions.
 transformers 5.23: `set_attn_implementation` loads kernels and checks again in every call; a public context manager would end `attention`.
 """
 
@@ -59,6 +59,12 @@ def hooks_of(modules: Sequence[nn.Module]) -> list[int]:
     """Keys of all forward hooks, also of those of every module."""
     of_each = (own for one in modules for own in (one._forward_hooks, one._forward_pre_hooks))
     return [key for own in (*_HOOKS_OF_ALL, *of_each) for key in own]
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether a call of a layer, or the backward of that, does more than its class's forward."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return "forward" in vars(layer) or any(hooks)
 
 
 def replaced_calls(modules: Sequence[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from distill.models.load import reason_of, refusing
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
 from distill.models.text_model import same_logits, without_weights
+from speculative.engine.library_state import attention_name
 from speculative.errors import UserError
 
 # Names of a module's attributes that hold a layer's number, and of config fields that may hold layers.
@@ -104,9 +105,8 @@ class Layers:
         fields[self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
         logging.disable(logging.WARNING)
         try:
-            config = type(self.config).from_dict(fields)
+            config = type(self.config).from_dict(fields, attn_implementation=attention_name(self.config))
             model = without_weights(config)
-            config._attn_implementation = self.config._attn_implementation
             layers, outer = list(model.get_submodule(self.prefix)), self._outer(model)  # type: ignore[call-overload]
         except Exception as error:  # whatever a family's own code raises for a config that it cannot take
             return None, reason_of(error)
