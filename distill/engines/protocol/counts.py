@@ -13,7 +13,7 @@ class CountsError(ValueError):
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Draft counts of one request, of a server since its start, or of the time between two looks at its counters. None, empty: not reported.
+    """Draft counts of one request, of a server since its start, or between two looks at its counters. None, empty: not reported.
 
     accepted, drafted: tokens; engines also count tokens after the end of a response. blocks: target calls that verified a draft.
 
