@@ -94,8 +94,8 @@ def versions() -> tuple[dict[str, str], list[str]]:
 
 def origin(device: torch.device, commit: str) -> dict[str, Any]:
     """Commit, device and versions, which each part has: a file may hold parts of several machines."""
-    asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = commit or subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = commit or subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"commit": commit, "device": name, "versions": versions()[0]}
 
@@ -105,34 +105,36 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
 
 
-def run_part(name: str, asked: argparse.Namespace) -> None:
+def run_part(name: str, options: argparse.Namespace) -> None:
     """One part in this process: every cell is written to the file at once. It is finished if its time sufficed and no cell failed."""
     began = time.monotonic()
-    place = Place(torch.device(asked.device), asked.tiny, began + asked.seconds, asked.out.parent / asked.out.stem)
-    result = read(asked.out)
+    place = Place(
+        torch.device(options.device), options.tiny, began + options.seconds, options.out.parent / options.out.stem
+    )
+    result = read(options.out)
     part: dict[str, Any] = {"finished": False, "cut": False, "error": None, "cells": []}
-    part |= origin(place.device, asked.commit) | {"tiny": asked.tiny}
+    part |= origin(place.device, options.commit) | {"tiny": options.tiny}
     result["parts"][name] = part
-    write_result(asked.out, result)
+    write_result(options.out, result)
     module, function, _ = PARTS[name]
     try:
         for cell in getattr(importlib.import_module(module), function)(place):
             part["cells"].append(cell)
             part |= {"seconds": round(time.monotonic() - began, 1), "cut": place.left == 0.0}
-            write_result(asked.out, result)
+            write_result(options.out, result)
             if part["cut"]:
                 break
         failed = [cell["error"] for cell in part["cells"] if "error" in cell]
         part |= {"finished": not part["cut"] and not failed, "error": failed[0] if failed else None}
     except Exception as error:
         part["error"] = first_line(error)
-    write_result(asked.out, result)
+    write_result(options.out, result)
 
 
-def run_apart(name: str, asked: argparse.Namespace, seconds: float) -> None:
+def run_apart(name: str, options: argparse.Namespace, seconds: float) -> None:
     """One part in a process of its own, killed with all that it started when its time is over."""
-    command = [sys.executable, __file__, "--only", name, "--seconds", str(seconds - GRACE), "--out", str(asked.out)]
-    command += ["--device", asked.device, "--commit", asked.commit, *(["--tiny"] if asked.tiny else [])]
+    command = [sys.executable, __file__, "--only", name, "--seconds", str(seconds - GRACE), "--out", str(options.out)]
+    command += ["--device", options.device, "--commit", options.commit, *(["--tiny"] if options.tiny else [])]
     until, started = time.monotonic() + seconds, set[psutil.Process]()
     process = psutil.Popen(command)
     while (code := process.poll()) is None and time.monotonic() < until:
@@ -145,10 +147,10 @@ def run_apart(name: str, asked: argparse.Namespace, seconds: float) -> None:
     psutil.wait_procs(started, timeout=5)
     process.wait()
     if why is not None:
-        result = read(asked.out)
+        result = read(options.out)
         part = result["parts"].setdefault(name, {"cells": [], "error": None})
         part |= {"finished": False, "error": part["error"] or why}
-        write_result(asked.out, result)
+        write_result(options.out, result)
 
 
 def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, str, bool]]:
@@ -184,25 +186,25 @@ def show(result: dict[str, Any]) -> None:
     console.print(verdicts)
 
 
-def go(asked: argparse.Namespace) -> None:
+def go(options: argparse.Namespace) -> None:
     """Run what is missing, each part with its share of the time that is left."""
-    until = time.monotonic() + 60 * asked.minutes
+    until = time.monotonic() + 60 * options.minutes
     found, missing = versions()
     names = ("torch", "transformers", "accelerate")
     here = ", ".join(f"{name} {found.get(name, 'missing')}" for name in names)
     console.print(f"{here}; not here, or too old: {', '.join(missing) or 'nothing'}", highlight=False)
-    if asked.pieces is not None:
-        keep(asked.pieces, asked.out.parent / asked.out.stem)
+    if options.pieces is not None:
+        keep(options.pieces, options.out.parent / options.out.stem)
     # The processes of the parts add to the file under this command.
-    earlier = read(asked.out)
-    write_result(asked.out, earlier | {"command": command_line(earlier.get("command", ""))})
-    rest = [name for name in PARTS if asked.again or not earlier["parts"].get(name, {}).get("finished")]
+    earlier = read(options.out)
+    write_result(options.out, earlier | {"command": command_line(earlier.get("command", ""))})
+    rest = [name for name in PARTS if options.again or not earlier["parts"].get(name, {}).get("finished")]
     for place, name in enumerate(rest):
         share = PARTS[name][2] / sum(PARTS[other][2] for other in rest[place:])
         if (seconds := share * (until - time.monotonic())) > GRACE:
             console.print(f"{name}: at most {seconds:.0f} s", highlight=False)
-            run_apart(name, asked, seconds)
-    show(read(asked.out))
+            run_apart(name, options, seconds)
+    show(read(options.out))
 
 
 def words_of(words: list[str] | None = None) -> argparse.Namespace:
@@ -223,12 +225,12 @@ def words_of(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    given = words_of()
-    given.out = given.out.resolve()
-    if given.split is not None:
-        for piece in split(given.split, given.pieces or Path("pieces"), given.megabytes):
+    options = words_of()
+    options.out = options.out.resolve()
+    if options.split is not None:
+        for piece in split(options.split, options.pieces or Path("pieces"), options.megabytes):
             console.print(str(piece), highlight=False)
-    elif given.only:
-        run_part(given.only, given)
+    elif options.only:
+        run_part(options.only, options)
     else:
-        go(given)
+        go(options)

@@ -1,7 +1,7 @@
 """The decoder at real sizes, compared with the memory-bandwidth limit and with the target alone.
 
-`limit_share`, by wall clock. The bandwidth limit of a block is the time in which the bus (at the bandwidth of a large copy, measured there) reads gamma times the draft
-and once the target, with their caches.
+`limit_share`, by wall clock: the bandwidth limit of a block is the time in which the bus (at the bandwidth of a large copy,
+measured there) reads gamma times the draft and once the target, with their caches.
 """
 
 from __future__ import annotations

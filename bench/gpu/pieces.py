@@ -1,6 +1,7 @@
 """A model's file in pieces, for a machine to which it cannot be sent at once: split here, put together there, checksum compared.
 
-A piece is `NAME.I-of-N`; beside them `NAME.sha256` has the whole file's checksum, as `sha256sum` writes it. A wheel gives the GGUF file in it.
+A piece is `NAME.I-of-N`; beside them `NAME.sha256` has the whole file's checksum, as `sha256sum` writes it.
+Of a wheel the GGUF file in it is left.
 """
 
 from __future__ import annotations

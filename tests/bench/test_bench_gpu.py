@@ -166,7 +166,7 @@ def test_a_part_that_hangs_or_dies_says_so_and_leaves_no_process(
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_the_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, version = bench("gpu_all"), importlib.metadata.version
 
     def here(name: str) -> str:
