@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from data.batches.examples import as_examples
 from data.responses.store import StoredRows
+from distill.commands.readback.clock import time_serving_engine
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.layout import JUDGEMENT, JUDGING
 from distill.config.load import load_config
@@ -83,7 +84,7 @@ def start(config: RunConfig) -> Run:
 
 
 def distil(run: Run) -> None:
-    """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
+    """From prompts to verdict and the engine's own times. Results that an earlier start left in the run's folder are reused."""
     config = run.config
     require_signal(config)
     target = Target(config.target, run.device, run.folder)
@@ -102,6 +103,7 @@ def distil(run: Run) -> None:
         run.accelerator.free_memory()
         gc.collect()
         conclude_run(data, dict(checks))
+    time_serving_engine(run)  # Nothing else needs memory now.
     run.wait()
 
 

@@ -37,6 +37,8 @@ BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes enviro
 TOLD_LINES = 12  # log lines printed when an engine exits on its own
 GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
 POLL_SECONDS = 0.5
+# What a launcher of ranks gives its processes: an engine would take itself for one of them.
+_LAUNCHED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|(MASTER|TORCHELASTIC|ACCELERATE|FSDP)_.*")
 _SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -60,7 +62,9 @@ def serve(options: ServeOptions) -> int:
     name = engine.name
     if not options.alone:
         _check_files(name, words, directory, target)
-    keyed = _known(options.engine)[1].key_variable in os.environ or any(word.startswith("--api-key") for word in words)
+    keyed = startable(options.engine)[1].key_variable in os.environ or any(
+        word.startswith("--api-key") for word in words
+    )
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = log_of(options, directory)
     console = Console(stderr=True)
@@ -88,7 +92,7 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
     directory, facts = read_export(options.run)
     one_pass = facts.one_pass and facts.one_pass._replace(gamma=gamma)
     facts = replace(facts, gamma=gamma, gamma_by_load=(), one_pass=one_pass, timed_in=None, lookup_draft=None)
-    service = _known(options.engine)[1]
+    service = startable(options.engine)[1]
     room = service.room.format(requests=requests, tokens=requests * tokens).split()
     counts = () if options.alone else service.counts
     options = replace(options, words=[*counts, *room, *(options.words or ())])
@@ -117,7 +121,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts, tar
 
     Raises UserError: the engine is unknown, refuses the pair or is not installed.
     """
-    engine, service = _known(options.engine)
+    engine, service = startable(options.engine)
     check_directory_name(directory)
     verdict = check(engine.name, facts)
     if not verdict.ok and not options.alone:
@@ -134,7 +138,7 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts, tar
     return engine, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 
-def _known(option: str) -> tuple[Engine, Service]:
+def startable(option: str) -> tuple[Engine, Service]:
     """Return the engine that --engine names, and how it is started."""
     found = {one.key: (one, one.service) for one in known_engines().values() if one.service is not None}
     if option not in found:
@@ -161,7 +165,7 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
     run = run_of(options.run) or run_of(directory.parent)
     place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
     if Path(place).is_file() and place.endswith(GGUF):
-        engine = _known(options.engine)[0]
+        engine = startable(options.engine)[0]
         if not engine.reads_gguf:
             raise UserError(
                 f"{place}: {engine.name} loads no GGUF file; give the target's directory or hub id with --target"
@@ -213,6 +217,7 @@ def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
+                env={name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)},
                 start_new_session=True,
                 preexec_fn=_die_with_us,
             )

@@ -39,7 +39,7 @@ def show_run(run: Path, trusted: bool = False, prices: Prices | None = None) -> 
     """
     verdict, console = load_verdict(run), Console()
     # Without the target's weights nothing can be decoded.
-    completions = held_out_completions(run, verdict, trusted) if verdict.run else []
+    completions = held_out_completions(run, verdict, trusted) if verdict.costs else []
     last_screen(console, run, verdict, completions, run / EXPORT if (run / EXPORT).exists() else None)
     if prices is not None:
         print_money(console, verdict, prices)

@@ -34,7 +34,8 @@ FILES = (
     ("report.html", "end", "the verdict as a page"),
     ("verdict.json", "end, last", "all ways to decode, and what to run; a run that has it is finished"),
     ("readback*.json, readback*.jsonl", "`readback`", "what was measured in an engine, and that engine's answers"),
-    ("engine_costs.json", "`time`", "step times of an engine"),
+    ("engine_costs.json", "`time`, train", "step times of an engine"),
+    ("timing*/", "`time`, train", "an export for the engine that is timed; deleted afterwards"),
     ("dataset/", "`export --push-dataset`", "what is uploaded"),
     ("export/", "`demo`", "the exported draft; commands in a report use this path"),
 )
@@ -56,7 +57,7 @@ SELF_CHECKS = "self_checks.json"
 RESULT, PROPOSALS, REPORT, VERDICT, PLOT = "result.json", "proposals.parquet", "report.html", "verdict.json", "plot.png"
 READBACK, ANSWERS = "readback.json", "readback.jsonl"
 GREEDY_ANSWERS, PLAIN_ANSWERS = "readback-greedy.jsonl", "readback-plain.jsonl"
-EXPORT = "export"
+EXPORT, TIMING = "export", "timing"
 SERVING_FILE, SERVING_FORMAT = "serving.json", "understudy-serving"  # Of any exported directory.
 
 

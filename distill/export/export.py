@@ -156,7 +156,7 @@ def _measurements(verdict: Verdict | None) -> dict[str, Any]:
     return {
         "measured": [row.record() for row in verdict.measured if row.text == HELD_OUT],
         "headline": verdict.headline,
-        "run": verdict.run,
+        "run": {load: verdict.to_run(int(load)) for load in verdict.run},
         "timed_in": [part if isinstance(part, str) else part.markdown() for part in parts],
     }
 

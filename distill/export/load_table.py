@@ -40,8 +40,7 @@ def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> G
     if verdict is None:
         return GammaPlan(GAMMA_WITHOUT_VERDICT, "the default; not measured", None)
     if engine and verdict.engine is not None and engine_in(verdict.engine.engine).name == engine:
-        # The last at each load is the one to run.
-        runs = {row.concurrency: row.gamma or 0 for row in verdict.engine_rows}
+        runs = {load: row.gamma or 0 for load, row in verdict.engine_runs.items()}
         most = next((gamma for gamma in runs.values() if gamma), 0)
         wins = verdict.engine.plain_wins_from(verdict.replay, verdict.response_tokens) or MOST_LOAD + 1
         ranges = _ranges({load: min(gamma, most) for load, gamma in runs.items()}, wins)
@@ -57,7 +56,7 @@ def gamma_plan(verdict: Verdict | None, way: str = DRAFT, engine: str = "") -> G
     rows, judged = timed[0] or timed[1], max(1, verdict.gamma)
     if not rows:
         return GammaPlan(judged, "the verdict's; speed was not measured", None)
-    drafting = [row for row in rows if row.gamma and verdict.to_run(row.concurrency) != TARGET]
+    drafting = [row for row in rows if row.gamma and verdict.run.get(str(row.concurrency)) != TARGET]
     paying = [row for row in drafting if (row.speed_up or 0.0) > 1.0]
     first = (paying or rows)[0]
     gammas = {row.concurrency: min(row.gamma or 0, first.gamma or 0) if row in paying else 0 for row in rows}

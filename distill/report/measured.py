@@ -1,11 +1,13 @@
 """Tables of every way to decode: the same figures on the screen, in the report and in an exported directory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distill.report.table import Cell, Column, Table
 from distill.run.verdict_record import Verdict
 from speculative.measure.measured import DRAFT, HELD_OUT, TARGET, Measured
 
+PREDICTED = " Predicted: from the engine's step times and tau by replay."
 HOW = 'Speed is timed. tau is counted live, or computed from stored text ("by replay"). Brackets: 95 % interval.'
 TOO_FEW_TIMED = "too few prompts for an interval"
 
@@ -19,9 +21,12 @@ def timed_rows(verdict: Verdict, concurrency: int = 1) -> list[Measured]:
 def ways_tables(verdict: Verdict) -> list[Table]:
     """Tables of the timed ways, each at its own best gamma, and of the drafts at the judged gamma."""
     text = f"{verdict.prompts:,} held-out prompts ({verdict.tokens:,} tokens), rule {verdict.rule}"
-    timed = timed_rows(verdict)
+    timed, engine = timed_rows(verdict), engine_ways(verdict)
+    run, caption = verdict.to_run(), HOW
+    if engine:
+        run, caption = max(engine, key=lambda row: row.speed_up or 0.0).way, HOW + PREDICTED
     judged = [row for one in verdict.drafts if (row := verdict.judged(one.way)) is not None]
-    tables = [timed_table(timed, verdict.to_run(), text)] if timed else []
+    tables = [timed_table([*timed, *engine], run, text, caption)] if timed or engine else []
     if judged:
         tables.append(judged_table(judged, f"The drafts at gamma {verdict.gamma}" if timed else text))
     return tables
@@ -90,6 +95,18 @@ def load_table(verdict: Verdict) -> Table:
     return table
 
 
+def engine_ways(verdict: Verdict) -> list[Measured]:
+    """The target alone and the draft in the engine that was timed, at its first load: at the gamma to run, else the fastest one."""
+    if (costs := verdict.engine) is None or not verdict.engine_runs:
+        return []
+    load, run = min(verdict.engine_runs.items())
+    measured = [row for row in verdict.engine_rows if row.concurrency == load and row.gamma]
+    alone = costs.row(costs.costs[0], 0, 1.0, verdict.rule, verdict.response_tokens)
+    rows = [alone, run if run.gamma else max(measured, key=lambda row: row.speed_up or 0.0, default=run)]
+    at = f", {load} requests" if load > 1 else ""
+    return [replace(row, way=f"{way} in {costs.engine}{at}") for way, row in zip((TARGET, DRAFT), rows, strict=True)]
+
+
 def engine_parts(verdict: Verdict) -> list[str | Table]:
     """What engine_costs.json predicts, beside the draft timed in our loop: a title, tables with a row per load, and a sentence."""
     costs = verdict.engine
@@ -141,5 +158,6 @@ def stages_table(rows: Sequence[Measured]) -> Table:
 
 def _figure(row: Measured, key: str, note: str = "") -> Cell:
     """A figure with its interval, and a note if it was neither counted live nor timed."""
-    how = {"replay": "by replay", "predicted": "predicted", "served": "served"}.get(row.how.get(key, ""), "")
+    short = {"replay": "by replay", "predicted": "predicted", "predicted (engine)": "predicted", "served": "served"}
+    how = short.get(row.how.get(key, ""), "")
     return Cell(getattr(row, key), getattr(row, f"{key}_ci"), note=" ".join(part for part in (how, note) if part))

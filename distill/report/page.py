@@ -39,8 +39,8 @@ def write_page(source: Path, to: Path | None = None, prices: Prices | None = Non
     Raises UserError: no result, or one that cannot be read; `to` is not an .html file, cannot be written, or belongs to a run in use.
     """
     path = source / RESULT if source.is_dir() or not source.suffix else source
-    result, costs = Result.read(path), EngineCosts.stored(path.parent)
-    verdict = result.verdict.model_copy(update={"engine": costs}) if costs else result.verdict
+    result = Result.read(path)
+    verdict = result.verdict.in_engine(EngineCosts.stored(path.parent))
     result = result.model_copy(update={"readback": ReadbackRecord.stored(path.parent), "verdict": verdict})
     html = to or path.parent / REPORT
     if html.suffix not in (".html", ".htm"):

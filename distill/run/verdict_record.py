@@ -10,13 +10,15 @@ from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
 from speculative.measure.effects import Effects
 from speculative.measure.engine_costs import EngineCosts
-from speculative.measure.measured import BY_BLOCK, BY_TOKEN, HELD_OUT, Measured, Row, row_of
+from speculative.measure.intervals import interval
+from speculative.measure.measured import BY_BLOCK, BY_TOKEN, DRAFT, HELD_OUT, TARGET, Measured, Row, row_of
 from speculative.measure.record import Record, Text
 from speculative.measure.replay import ReplayCheck
 
 Drafting = Literal["autoregressive", "parallel"]
 # A draft that can draft both ways is judged in the faster one; the other one is reported under these names.
 WAYS: dict[Drafting, str] = {"autoregressive": BY_TOKEN, "parallel": BY_BLOCK}
+OUR_DECODER = "in Understudy's decoder"  # Whose times a headline is from, if no engine was timed.
 Outcome = Literal[
     "pays_off", "best_with_lookup", "baseline_better", "no_speed", "no_measurable_gain", "loss", "not_timed"
 ]
@@ -74,7 +76,9 @@ class Verdict(Record):
     )
     drafts: list[DraftOf] = Field(min_length=1, description="every draft; the judged one is last")
     gain: Effects | None = Field(None, description="draft minus undistilled, paired by prompt, widened for the looks")
-    run: dict[str, str] = Field({}, description="the way to run by number of concurrent requests; empty: not timed")
+    run: dict[str, str] = Field(
+        {}, description="the way to run in our decoder by number of concurrent requests; empty: not timed"
+    )
     pays: bool | None = Field(None, description="whether decoding is certainly faster with the draft; null: not timed")
     survival: list[float] | None = Field(
         None,
@@ -119,7 +123,9 @@ class Verdict(Record):
         return next((one for one in rows if one.how.get("tau") == "live"), rows[0] if rows else None)
 
     def to_run(self, concurrency: int = 1) -> str | None:
-        """The way to run at a measured concurrency; None: not timed."""
+        """The way to run at a measured concurrency, by the engine's times if they were taken there; None: not timed."""
+        if (engine_run := self.engine_runs.get(concurrency)) is not None:
+            return DRAFT if engine_run.gamma else TARGET
         return self.run.get(str(concurrency))
 
     @property
@@ -131,6 +137,34 @@ class Verdict(Record):
     def engine_rows(self) -> list[Measured]:
         """`EngineCosts.rows` of the draft, at each load the one to run last; empty if no engine was timed."""
         return self.engine.rows(self.replay, self.rule, self.response_tokens) if self.engine else []
+
+    @property
+    def engine_runs(self) -> dict[int, Measured]:
+        """Load -> the row to run in the engine (gamma 0: the target alone); empty if no engine was timed."""
+        return {row.concurrency: row for row in self.engine_rows}
+
+    def in_engine(self, costs: EngineCosts | None) -> "Verdict":
+        """This verdict with an engine's times, which decide what to run at their first load; what our decoder says becomes a fact."""
+        timed = self.model_copy(update={"engine": costs})
+        if costs is None or not timed.engine_runs:
+            return timed
+        load, run = min(timed.engine_runs.items())
+        where = f"in {costs.engine}{f' at {load} requests' if load > 1 else ''}"
+        headline = f"Run the target alone {where}: by its step times the draft is faster at no gamma."
+        if run.gamma:
+            ends = f" {interval(run.speed_up_ci, '.2f')}" if run.speed_up_ci else ""
+            pace = f"{run.speed_up:.2f}x{ends} as fast as the target alone"
+            headline = f"Run the draft {where}: {pace}, predicted from its step times."
+        ours = f"Timed {OUR_DECODER}: {self.headline.replace(f' {OUR_DECODER}', '')}"
+        kept = self.outcome in ("no_measurable_gain", "loss")
+        return timed.model_copy(
+            update={
+                "headline": headline,
+                "facts": [*([ours] if self.run else []), *self.facts],
+                "pays": bool(run.gamma),
+                "outcome": self.outcome if kept else "pays_off" if run.gamma else "no_speed",
+            }
+        )
 
     @property
     def concurrencies(self) -> list[int]:
@@ -151,6 +185,5 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 
 def load_verdict(run: Path) -> Verdict:
-    """verdict.json of a finished run, with `engine` from engine_costs.json; UserError as `Record.read`."""
-    verdict, costs = Verdict.read(run / VERDICT), EngineCosts.stored(run)
-    return verdict.model_copy(update={"engine": costs}) if costs else verdict
+    """verdict.json of a finished run, by the times of engine_costs.json if an engine was timed; UserError as `Record.read`."""
+    return Verdict.read(run / VERDICT).in_engine(EngineCosts.stored(run))

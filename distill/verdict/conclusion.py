@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from data.files import write_json
 from distill.config.layout import EXPORT, PROPOSALS, PROVENANCE, RESULT, STUDENT, VERDICT, best_student, step_folder
 from distill.config.load import dump_config
+from distill.config.run import RunConfig
 from distill.engines.protocol.facts import gather_facts
+from distill.engines.protocol.serving_engine import serving_engine
 from distill.engines.protocol.verdict import check_all, with_places
 from distill.export.facts import ways_to_serve
 from distill.export.quantize import lighter_draft
@@ -47,6 +49,7 @@ from speculative.rules.rule import RULES, Rule
 from speculative.rules.sampling import SamplingSettings
 
 SHOWN_RESPONSES = 8
+RULES_APART = 0.02  # of tau; two rules of an engine that are closer need no sentence
 
 
 def conclude_run(data: RunData, self_checks: dict[str, Any]) -> None:
@@ -114,13 +117,29 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
             seen=model,
             trained_on=data.domains,
         )
+    facts = [*verdict.facts, *other_rules(config, verdict, result.curves)]
     about = {
+        "verdict": verdict.model_copy(update={"facts": facts}),
         "provenance": Record.read(step_folder(run, best.step or 0) / PROVENANCE).record(),
         "config": dump_config(config),
         "serve": serve_commands(run, target, verdict, settings.sampling, result.curves),
         "files": {"proposals": PROPOSALS if live else None},
     }
     return result.model_copy(update=about)
+
+
+def other_rules(config: RunConfig, verdict: Verdict, curves: Curves | None) -> list[str]:
+    """A sentence for each other rule that the serving engine can run, if tau by replay differs by more than a share RULES_APART."""
+    engine = serving_engine(config)
+    taus = curves.taus_at(verdict.gamma, verdict.drafts[-1].way) if curves else {}
+    if engine is None or verdict.rule not in taus:
+        return []
+    tau, others = taus[verdict.rule], [rule for rule in engine.rules_at(config.serving.sampling) if rule in taus]
+    return [
+        f"{engine.name} can also accept by rule {rule}: tau {taus[rule]:.2f} at gamma {verdict.gamma}, {tau:.2f} by {verdict.rule}."
+        for rule in others
+        if abs(taus[rule] / tau - 1.0) > RULES_APART
+    ]
 
 
 def write_conclusion(run: Path, result: Result) -> None:

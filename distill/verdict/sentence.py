@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distill.run.verdict_record import Outcome
+from distill.run.verdict_record import OUR_DECODER, Outcome
 from distill.verdict.evidence import Evidence
 from distill.verdict.timing import Timing
 from speculative.drafters.registry import recipes
@@ -77,7 +77,8 @@ def headline_of(timing: Timing, run: str) -> str:
             return "Run the target alone: too few prompts were timed to be certain that anything is faster."
         return "Run the target alone: nothing is certainly faster on these prompts."
     speed = timing.speed(run)
-    return f"{capitalised(order(run))}: {speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone."
+    pace = f"{speed.speed_up:.2f}x{_ends(speed.interval)} as fast as the target alone"
+    return f"{capitalised(order(run))}: {pace} {OUR_DECODER}."
 
 
 def _outcome(gain: Effects | None, timing: Timing | None, run: str | None, draft: str) -> Outcome:

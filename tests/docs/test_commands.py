@@ -18,9 +18,11 @@ from tiny_training import forget_accelerators
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from distill import train
 from distill.cli import app
 from distill.commands import serve as serving
 from distill.commands.probe import probe
+from distill.commands.readback import clock
 from distill.models.carving.layers import carve
 from distill.models.load import load_tokenizer
 from speculative.measure.cost import measure_costs
@@ -44,6 +46,7 @@ SHORT = [
 MORE = {
     "probe": ["--count", "2", "--max-tokens", "8", "--temperatures", "0.7", "--gammas", "1", "--batch-sizes", "1"],
     "train": SHORT,
+    "time": ["--load", "1,2", "--gamma", "1,2"],
 }
 
 
@@ -112,7 +115,9 @@ def _serve(words: list[str], out: Path) -> None:
 
 
 @pytest.mark.usefixtures("stub_vllm", "without_figures")
-def test_the_commands_of_the_readme_run(place: Path, pair: tuple[str, str]) -> None:
+def test_the_commands_of_the_readme_run(place: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "time_serving_engine", lambda run: None)  # README's next command
+    monkeypatch.setattr(clock, "REPEATS", 2)
     (config,) = blocks("README.md", "yaml")
     (place / "support.yaml").write_text(config, encoding="utf-8")
     shutil.copy("configs/examples/chats.jsonl", "prompts.jsonl")

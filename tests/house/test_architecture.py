@@ -16,7 +16,7 @@ PACKAGES = ("distill", "data", "speculative")
 # Inside a package, layers from the top down: a file may import its own folder and the layers below, never beside or above.
 LAYERS = {
     "distill": (
-        ("cli",), ("live",), ("commands", "train"), ("verdict",), ("export", "respond"), ("report", "training"),
+        ("cli",), ("live", "train"), ("commands",), ("verdict",), ("export", "respond"), ("report", "training"),
         ("run", "engines"), ("models",), ("config",), ("loss",),
         ("faults",),
     ),

@@ -3,9 +3,11 @@
 import contextlib
 import itertools
 import platform
+import shutil
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -13,14 +15,21 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import root_of
-from distill.commands.options import ServeOptions
+from data.responses.engine_http import listening
+from distill.commands.export import export_run
+from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
-from distill.commands.serve import started
+from distill.commands.serve import program_of, startable, started
+from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, TIMING
+from distill.config.load import load_config
 from distill.engines.protocol.client import EngineClient
+from distill.engines.protocol.serving_engine import serving_engine
 from distill.report.measured import engine_parts
+from distill.report.page import write_page
 from distill.run.heldout_set import load_heldout_set
 from distill.run.responses import decode_settings
+from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
 from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
@@ -44,6 +53,7 @@ def time_command(options: TimeOptions) -> int:
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
     verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
+    options = replace(options, engine=options.engine or heldout.config.serving.engine or ServeOptions.engine)
     out = options.run / EngineCosts.FILE
     check_writable("RUN", out)
     settings = decode_settings(heldout.config.serving, 0, heldout.target)
@@ -110,6 +120,29 @@ def time_command(options: TimeOptions) -> int:
     return 0
 
 
+def time_serving_engine(run: Run) -> None:
+    """The last stage of a run, on the main process: time serving.engine, unless that is done.
+
+    It is left out, in one line, if the engine is not there, dies or cannot be timed: the run is finished all the same.
+    """
+    engine, folder, config = serving_engine(run.config), run.folder, run.config
+    if engine is None or not run.main or (folder / EngineCosts.FILE).is_file():
+        return
+    most = config.student.parallel.tokens if config.student.parallel else 6
+    gammas = sorted({1, (most + 1) // 2, most})
+    loads = sorted({1, *config.judge.load})
+    load = ",".join(map(str, loads)) if len(loads) > 1 else TimeOptions.load
+    with listening("127.0.0.1", 0, True) as free:
+        port = free.getsockname()[1]
+    try:
+        time_command(TimeOptions(folder, engine=engine.key, load=load, gamma=",".join(map(str, gammas)), port=port))
+    except UserError as error:
+        run.say(f"{engine.name} was not timed: {error}; later: understudy time {folder} (docs/serving.md)")
+        return
+    write_page(folder)
+    run.say(load_verdict(folder).headline)
+
+
 def _turn(
     client: EngineClient,
     texts: Iterator[tuple[int, HeldoutResponse]],
@@ -146,7 +179,24 @@ def _engines(
     if options.plain:
         yield {f"{root_of(url)}/v1": url != options.plain for url in (options.plain, *(options.url or []))}
         return
-    for gamma in (0, *gammas):
-        asked = ServeOptions(options.run, options.words, options.engine, port=options.port, alone=not gamma)
-        with started(asked, max(1, gamma), requests, tokens) as url:
-            yield {f"{url}/v1": gamma > 0}
+    program_of(*startable(options.engine))  # before an export is written
+    with _exported(options.run) as export:
+        for gamma in (0, *gammas):
+            asked = ServeOptions(export, options.words, options.engine, port=options.port, alone=not gamma)
+            with started(asked, max(1, gamma), requests, tokens) as url:
+                yield {f"{url}/v1": gamma > 0}
+
+
+@contextlib.contextmanager
+def _exported(run: Path) -> Iterator[Path]:
+    """The run with its export, or an export of its best draft for as long as the block lasts."""
+    if (run / EXPORT / SERVING_FILE).is_file():
+        yield run
+        return
+    export, trusted = run / TIMING, load_config(run / CONFIG).target.trust_remote_code
+    try:
+        export_run(ExportOptions(run, export, overwrite=True, trust_remote_code=trusted))
+        yield export
+    finally:
+        for folder in run.glob(f"{TIMING}*"):  # with what an engine made of it
+            shutil.rmtree(folder, ignore_errors=True)

@@ -58,12 +58,13 @@ class TimeOptions:
     understudy time runs/demo --load 1,4,16 -- --enforce-eager --dtype float32
 
     Starts an engine without the draft and with each --gamma, or asks running ones. Prints and writes c, v and the predicted
-    speed-ups to engine_costs.json in the run.
+    speed-ups to engine_costs.json in the run, whose verdict then says what to run in this engine. Training ends with this, if
+    serving.engine is installed.
     """
 
-    run: Annotated[Path, argument("run folder; to start an engine it needs an export")]
+    run: Annotated[Path, argument("run folder")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm or llama.cpp")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm or llama.cpp; default: serving.engine, or vllm")] = ""
     plain: Annotated[str, option("URL of a running engine without the draft")] = ""
     url: Annotated[list[str] | None, option("URL of one with the draft; repeatable, with other gammas")] = None
     load: Annotated[str, option("concurrent requests, two numbers or more")] = "1,4,16"

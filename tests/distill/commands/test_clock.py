@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ from fake_engine import FakeEngine, Timed
 from processes import free_port
 from refusals import refused
 from running_app import running_app
+from tiny_training import fresh_accelerator, small_config
 
+from distill import train
+from distill.commands import serve
 from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
-from distill.commands.readback.clock import time_command
+from distill.commands.readback.clock import time_command, time_serving_engine
 from distill.commands.readback.options import TimeOptions
+from distill.commands.serve import read_export
+from distill.config.command_line import TrainOptions
+from distill.config.layout import CONFIG
+from distill.config.load import load_config
 from distill.run.heldout_set import load_heldout_set
+from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
 from speculative.measure.engine_costs import EngineCosts
 
@@ -93,8 +102,11 @@ def test_an_engine_whose_gamma_varies_is_refused(tiny_run: Path, monkeypatch: py
         assert "different numbers of tokens, each always the same" in refused(time_command, options)
 
 
-def test_an_engine_is_started_with_room_and_counts(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_started_with_room_and_counts(
+    timed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the draft first. The user's words come last, so they count."""
+    put_in_path(tmp_path, monkeypatch, "llama-server")
     asked = list[tuple[Any, ...]]()
 
     @contextlib.contextmanager
@@ -137,6 +149,117 @@ def test_no_server_and_no_verdict_are_one_line(tiny_run: Path, tmp_path: Path) -
     assert "neither" in refused(time_command, TimeOptions(tiny_run, plain=url))
     for load in ("1", "0,1", "1,x", "", "4,2000"):
         assert f"--load {load}: give two or more numbers" in refused(time_command, TimeOptions(tiny_run, load=load))
+
+
+def put_in_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "vllm") -> None:
+    """A program that dies when it is started."""
+    (folder / "bin").mkdir()
+    program = folder / "bin" / name
+    program.write_text("#!/bin/sh\necho no memory\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def served_by(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> list[Any]:
+    """Engines in this process instead of programs; the exports that they were started with."""
+    exports = list[Any]()
+
+    @contextlib.contextmanager
+    def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Any:
+        exports.append((options.run.name, read_export(options.run)[1].gamma, options.alone or gamma, requests))
+        engine = FakeEngine(Timed(0 if options.alone else gamma, 1, **QUICK), **behaviour)
+        with running_app(engine.app()) as url:
+            yield url
+
+    monkeypatch.setattr(clock, "started", started)
+    return exports
+
+
+def end_of(run: Path, *overrides: str) -> None:
+    """The last stage of a run that is made for vLLM."""
+    config = load_config(run / CONFIG, [f"output={run.parent}", f"name={run.name}", "serving.engine=vllm", *overrides])
+    time_serving_engine(Run(config, fresh_accelerator(run)))
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_a_run_ends_with_the_times_of_its_engine_and_takes_them_once(
+    timed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_in_path(tmp_path, monkeypatch)
+    exports = served_by(monkeypatch)
+    end_of(timed, "judge.load=[3]", "student.parallel={tokens: 4}")
+    names, _, gammas, requests = zip(*exports, strict=True)
+    assert set(names) == {"timing"}, "the run has no export of its own"
+    assert gammas == (True, 1, 2, 4), "no more than the draft learned"
+    assert set(requests) == {3}
+    verdict = load_verdict(timed)
+    assert verdict.engine is not None
+    assert [one.batch_size for one in verdict.engine.costs] == [1, 3]
+    said = capsys.readouterr().out.splitlines()
+    assert verdict.headline in said[-1]
+    assert "in vLLM 0.32.0" in verdict.headline
+    assert "in vLLM 0.32.0" in (timed / "report.html").read_text()
+    assert list(timed.glob("timing*")) == []
+    end_of(timed)
+    assert len(exports) == 4, "the file is there: nothing is timed again"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("absent", "vLLM is not installed: no `vllm` in PATH"),
+        ("dies at the start", "vLLM exited with status 3"),
+        ("dies while it is timed", "no server answers"),
+        ("fails", "told to say 500"),
+    ],
+)
+def test_an_engine_that_cannot_be_timed_is_left_out_in_one_line(
+    timed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    told: str,
+) -> None:
+    monkeypatch.setattr(serve, "BUILT", tmp_path)
+    if how != "absent":
+        put_in_path(tmp_path, monkeypatch)
+    if how in ("dies while it is timed", "fails"):
+        served_by(monkeypatch, **({"fails": True} if how == "fails" else {"dies_after": 5}))
+    before = load_verdict(timed)
+    end_of(timed)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("vLLM was not timed: ")
+    assert told in line
+    assert line.endswith(f"later: understudy time {timed} (docs/serving.md)")
+    assert load_verdict(timed) == before
+    assert not (timed / EngineCosts.FILE).exists()
+    assert list(timed.glob("timing*")) == []
+
+
+def test_an_engine_that_no_command_starts_is_left_out(timed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end_of(timed, "serving.engine=sglang")
+    assert "SGLang was not timed: --engine sglang: this engine cannot be started" in capsys.readouterr().out
+    end_of(timed, "serving.engine=null")
+    assert capsys.readouterr().out == ""
+
+
+def test_training_ends_with_a_verdict_by_its_engines_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the engine the run is finished; the same command times the engine when it is there."""
+    monkeypatch.setattr(serve, "BUILT", tmp_path)
+    path = small_config(tmp_path, serving={"engine": "vllm"}, train={"steps": 2})
+    assert train.command(TrainOptions(path, [])) == 0
+    assert "vLLM was not timed: vLLM is not installed" in capsys.readouterr().out.splitlines()[-1]
+    assert load_verdict(tmp_path / "small").rule == "greedy-draft"
+    put_in_path(tmp_path, monkeypatch)
+    served_by(monkeypatch)
+    assert train.command(TrainOptions(path, [])) == 0
+    verdict = load_verdict(tmp_path / "small")
+    assert "in vLLM 0.32.0" in verdict.headline
+    assert verdict.headline in capsys.readouterr().out
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:

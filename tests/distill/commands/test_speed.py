@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import shutil
@@ -29,13 +30,14 @@ from distill.config.layout import VERDICT
 from distill.engines.protocol.client import Answer, EngineClient
 from distill.engines.protocol.counts import DraftCounts
 from distill.export.load_table import gamma_plan
-from distill.report.measured import engine_parts
+from distill.report.measured import engine_parts, ways_tables
 from distill.report.page import write_page
 from distill.report.screen import last_screen
 from distill.report.sections.readback import speed_table
 from distill.run.readback_record import ReadbackRecord
-from distill.run.verdict_record import Verdict, load_verdict
+from distill.run.verdict_record import OUR_DECODER, Verdict, load_verdict
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
+from speculative.measure.measured import DRAFT, TARGET
 
 LOADS = (1, 4)
 
@@ -101,6 +103,47 @@ def test_every_view_shows_the_one_prediction(timed_run: Path, capsys: pytest.Cap
     (timed_run / EngineCosts.FILE).unlink()
     assert "predicted (engine" not in write_page(timed_run).read_text()
     assert engine_parts(load_verdict(timed_run)) == []
+
+
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize(("draft", "pays"), [(0.0001, True), (0.1, False)])
+def test_the_engines_times_decide_what_to_run_and_ours_stay_beside_them(
+    timed_run: Path, capsys: pytest.CaptureFixture[str], draft: float, pays: bool
+) -> None:
+    ours = Verdict.read(timed_run / VERDICT)
+    (timed_run / EngineCosts.FILE).write_text(costs_of(draft=draft).model_dump_json())
+    verdict = load_verdict(timed_run)
+    run = {row.concurrency: row for row in verdict.engine_rows}[1]
+    assert (verdict.pays, bool(run.gamma), verdict.to_run()) == (pays, pays, DRAFT if pays else TARGET)
+    assert verdict.to_run(4) == (DRAFT if verdict.engine_runs[4].gamma else TARGET)
+    assert verdict.outcome == ("pays_off" if pays else "no_speed")
+    begins = (
+        f"Run the draft in vLLM 0.32.0: {run.speed_up:.2f}x" if pays else "Run the target alone in vLLM 0.32.0: by its"
+    )
+    assert verdict.headline.startswith(begins)
+    assert len(verdict.headline.split()) <= 25
+    assert verdict.facts == [f"Timed {OUR_DECODER}: {ours.headline.replace(f' {OUR_DECODER}', '')}", *ours.facts]
+    assert (ours.run, ours.headline) == (verdict.run, Verdict.read(timed_run / VERDICT).headline), "as it was timed"
+    table = ways_tables(verdict)[0]
+    alone, drafted = table.cells[-2:]
+    assert (alone[0].value, drafted[0].value) == ("target alone in vLLM 0.32.0", "draft in vLLM 0.32.0")
+    best = run if pays else max(verdict.engine_rows[:2], key=lambda row: row.speed_up)
+    assert (drafted[1].value, drafted[-1].value, drafted[-1].note) == (best.gamma, best.speed_up, "predicted")
+    assert [row[0].value for row in table.cells if row[0].mark] == [(drafted if pays else alone)[0].value], (
+        "the engine's"
+    )
+    last_screen(Console(width=300), timed_run, verdict, [], None)
+    for text in (capsys.readouterr().out, write_page(timed_run).read_text()):
+        assert html.unescape(verdict.headline) in html.unescape(text)
+        assert "draft in vLLM 0.32.0" in text
+
+
+def test_an_outcome_of_training_is_not_changed_by_an_engine() -> None:
+    for outcome in ("loss", "no_measurable_gain"):
+        assert verdict_of().model_copy(update={"outcome": outcome}).in_engine(costs_of()).outcome == outcome
+    untimed = verdict_of().in_engine(costs_of())
+    assert untimed.facts == [], "our decoder timed nothing"
+    assert verdict_of().in_engine(None) == verdict_of()
 
 
 def test_probe_plans_with_the_engines_times(timed_run: Path, tmp_path: Path) -> None:

@@ -12,12 +12,16 @@ from tiny_training import run_config, small_config, write_target
 
 from distill import train
 from distill.config.command_line import TrainOptions
+from distill.config.layout import CONFIG, RESULT
 from distill.config.load import load_config
 from distill.config.run import RunConfig
 from distill.engines.protocol.engine import known_engines
 from distill.engines.protocol.serving_engine import for_engine
 from distill.faults import MISTAKE
 from distill.respond import run as respond
+from distill.run.result import Result
+from distill.verdict.conclusion import other_rules
+from speculative.measure.measured import DRAFT
 
 PLAIN, CUT, GREEDY = {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.0}
 # Key -> the rules at temperature > 0, and those where top-p cuts the distribution; the default first.
@@ -118,3 +122,18 @@ def test_answers_made_before_training_belong_to_the_same_run(tmp_path: Path) -> 
     config = load_config(tmp_path / "small" / "config.yaml")
     assert (config.serving.engine, config.serving.rule) == ("vllm", "greedy-draft")
     assert config == for_engine(load_config(path))
+
+
+def test_the_verdict_has_the_tau_of_the_engines_other_rules_where_it_differs(tiny_run: Path) -> None:
+    result, config = Result.read(tiny_run / RESULT), load_config(tiny_run / CONFIG, ["serving.engine=vllm"])
+    assert result.curves is not None
+    taus = result.curves.taus_at(result.verdict.gamma, DRAFT)
+    rule, gamma = result.verdict.rule, result.verdict.gamma
+    apart = [of for of in RULES["vllm"][0] if abs(taus[of] / taus[rule] - 1) > 0.02]
+    assert other_rules(config, result.verdict, result.curves) == [
+        f"vLLM can also accept by rule {of}: tau {taus[of]:.2f} at gamma {gamma}, {taus[rule]:.2f} by {rule}."
+        for of in apart
+    ]
+    assert apart, "argmax and sampled drafts are accepted differently here"
+    alone = config.model_copy(update={"serving": config.serving.model_copy(update={"engine": None})})
+    assert other_rules(alone, result.verdict, result.curves) == []
