@@ -130,12 +130,12 @@ def time_serving_engine(run: Run) -> None:
         return
     most = config.student.parallel.tokens if config.student.parallel else 6
     gammas = sorted({1, (most + 1) // 2, most})
-    loads = sorted({1, *config.judge.load})
-    load = ",".join(map(str, loads)) if len(loads) > 1 else TimeOptions.load
+    loads = sorted({1, *(config.judge.load if max(config.judge.load, default=1) > 1 else (4,))})
+    load, gamma = (",".join(map(str, numbers)) for numbers in (loads, gammas))
     with listening("127.0.0.1", 0, True) as free:
         port = free.getsockname()[1]
     try:
-        time_command(TimeOptions(folder, engine=engine.key, load=load, gamma=",".join(map(str, gammas)), port=port))
+        time_command(TimeOptions(folder, engine=engine.key, load=load, gamma=gamma, port=port))
     except UserError as error:
         run.say(f"{engine.name} was not timed: {error}; later: understudy time {folder} (docs/serving.md)")
         return

@@ -160,14 +160,14 @@ def put_in_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "vllm
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
-def served_by(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> list[Any]:
+def served_by(monkeypatch: pytest.MonkeyPatch, fixed: float = 0.002, **behaviour: Any) -> list[Any]:
     """Engines in this process instead of programs; the exports that they were started with."""
     exports = list[Any]()
 
     @contextlib.contextmanager
     def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> Any:
         exports.append((options.run.name, read_export(options.run)[1].gamma, options.alone or gamma, requests))
-        engine = FakeEngine(Timed(0 if options.alone else gamma, 1, **QUICK), **behaviour)
+        engine = FakeEngine(Timed(0 if options.alone else gamma, 1, **QUICK | {"fixed": fixed}), **behaviour)
         with running_app(engine.app()) as url:
             yield url
 
@@ -255,7 +255,7 @@ def test_training_ends_with_a_verdict_by_its_engines_times(
     assert "vLLM was not timed: vLLM is not installed" in capsys.readouterr().out.splitlines()[-1]
     assert load_verdict(tmp_path / "small").rule == "greedy-draft"
     put_in_path(tmp_path, monkeypatch)
-    served_by(monkeypatch)
+    served_by(monkeypatch, fixed=0.03)  # A response has few tokens, and four are decoded at once.
     assert train.command(TrainOptions(path, [])) == 0
     verdict = load_verdict(tmp_path / "small")
     assert "in vLLM 0.32.0" in verdict.headline
