@@ -29,8 +29,8 @@ HIDDEN = ("tool_calls", "function_call", "refusal", *REASONING_KEYS)  # parts of
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself. ``sampling``: `SETTINGS` of the request, the
-    temperature None if it states none. ``shaped``: its settings of `SHAPING`.
+    """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself. ``sampling``: `SETTINGS` of the request,
+    the temperature None if it states none. ``shaped``: its settings of `SHAPING`.
     """
 
     origin: str
@@ -105,11 +105,11 @@ class Exchanges:
         shaped = [name for name in SHAPING if request.get(name) not in neutral]
         logged = json.dumps({"model": str(request.get("model")), "sampling": sampling, "shaped": shaped})
         if "messages" in request:
-            asked = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)[0]
-            if asked[1] is not None:
+            turns = conversation_prompts(request["messages"], "messages", origin, self.source.system, False)[0]
+            if turns[1] is not None:
                 raise UserError(f"{origin}: the request ends in an assistant turn; remove the row")
             tools = tools_of(request.get("tools"), "tools", origin)
-            return PromptRow(None, asked[0], None, domain, origin, tools, logged=logged)
+            return PromptRow(None, turns[0], None, domain, origin, tools, logged=logged)
         prompt = request.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
         ids = _ids(prompt)

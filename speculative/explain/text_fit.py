@@ -113,7 +113,7 @@ def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one text or several. tilted_S: log of the product for each tilt. surprise: sum of log-probabilities minus their expectations, nats.
+    """Of one text or several. tilted_S: log of the product for each tilt. surprise: log-probabilities minus their expectations, in nats.
 
     log_target_probs: of each token under the settings.
     """
