@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -101,27 +102,46 @@ class Table:
             for row in self.cells
         ]
 
-    def __rich__(self) -> RichTable:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # Close together, so that the table of ways fits into 80 characters.
         shown = RichTable(
             title=self.title or None, caption=self.caption or None, box=box.SIMPLE_HEAD, padding=0, show_edge=False
         )
-        rows = [[self._entry(place, cell) for place, cell in enumerate(row)] for row in self.cells]
-        for place, column in enumerate(self.heads):
-            lines = [line for row in rows for line in row[place].plain.split("\n")]
-            width = max(NARROWEST, *map(len, lines)) if lines else NARROWEST
-            head = Text("\n".join(textwrap.wrap(column.name.replace(" / ", "/ "), width, break_long_words=False)))
+        rows = [[self._lines(place, cell) for place, cell in enumerate(row)] for row in self.cells]
+        for place, width in enumerate(self._widths(rows, options.max_width)):
+            head = self.heads[place]
             shown.add_column(
-                head, justify="left" if column.words else "right", no_wrap=not column.words, overflow="fold"
+                Text("\n".join(_broken(head.name.replace(" / ", "/ "), width))),
+                justify="left" if head.words else "right",
+                no_wrap=not head.words,
+                overflow="fold",
             )
-        for row in rows:
-            shown.add_row(*row)
-        return shown
+            for row in rows if head.words else ():
+                row[place] = [part for line in row[place] for part in _broken(line, width)]
+        for cells, row in zip(self.cells, rows, strict=True):
+            entries = zip(cells, row, strict=True)
+            shown.add_row(*(Text("\n".join(lines), style="bold" if cell.strong else "") for cell, lines in entries))
+        yield shown
 
-    def _entry(self, place: int, cell: Cell) -> Text:
+    def _lines(self, place: int, cell: Cell) -> list[str]:
         notes = (interval(cell.ci, self.heads[place].form), *textwrap.wrap(cell.note, WIDEST_NOTE), cell.mark)
-        lines = [self.text(place, cell), *(line for line in notes if line)]
-        return Text("\n".join(lines), style="bold" if cell.strong else "")
+        return [self.text(place, cell), *(line for line in notes if line)]
+
+    def _widths(self, rows: Sequence[Sequence[Sequence[str]]], most: int) -> list[int]:
+        """Characters of each column: as its values need; where the screen is narrower, words take more lines, the widest first."""
+        each = [[line for row in rows for line in row[place]] for place in range(len(self.heads))]
+        widths = [max(NARROWEST, *map(len, lines)) if lines else NARROWEST for lines in each]
+        parts = [
+            [head.name, *lines] if head.words else [head.name] for head, lines in zip(self.heads, each, strict=True)
+        ]
+        least = [max(len(part.strip()) for text in texts for part in _parts(text)) for texts in parts]
+        words = [place for place, head in enumerate(self.heads) if head.words]
+        while sum(map(max, widths, least)) + len(widths) - 1 > most:
+            place = max(words, key=lambda place: widths[place] - least[place], default=-1)
+            if place < 0 or widths[place] <= least[place]:
+                break
+            widths[place] -= 1
+        return widths
 
     def markdown(self, titled: bool = True) -> str:
         """A Markdown table, with its title if `titled`; all text is escaped."""
@@ -142,6 +162,21 @@ class Table:
         parts = (f"**{text}**" if cell.strong and text else text, escaped(self.note(place, cell)))
         mark = f"**{escaped(cell.mark)}**" if cell.mark else ""
         return " ".join(part for part in (*parts, mark) if part)
+
+
+def _parts(text: str) -> list[str]:
+    """A text in the parts that stay whole when it is broken: at blanks, behind slashes and hyphens."""
+    return re.findall(r"[^\s/-]+[/-]?\s*|[/-]+\s*", text) or [""]
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """The text in lines of at most this width, or wider where a part is."""
+    lines = [""]
+    for part in _parts(text):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def escaped(text: str) -> str:

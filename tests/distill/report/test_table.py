@@ -62,3 +62,32 @@ def test_nothing_in_a_markdown_table_is_markup() -> None:
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in example().markdown().splitlines()[2:-2]} == {6}
     assert code_span("a`b``c") == "```a`b``c```"
     assert escaped("[a](b)") == "\\[a](b)"
+
+
+def test_a_narrow_terminal_breaks_no_word() -> None:
+    table = Table(
+        ["", "rule", Column("target step, ms", ".2f"), "verify call, ms, by gamma", "break-even alpha"],
+        title="measured",
+    )
+    table.add("target alone", "", 4.2, "1:6.8 2:5.9 4:6.3", "")
+    table.add("/data/models/runs/support", "greedy-draft", 6.59, "1:10.1 2:8.6 4:11.1", "1:never 2:0.86 4:0.81")
+    for width in (60, 80, 120):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(table)
+        lines = [line.rstrip() for line in console.export_text().splitlines()]
+        assert max(map(len, lines)) <= width
+        text = " ".join(lines)
+        for word in (
+            "data",
+            "models",
+            "support",
+            "draft",
+            "target",
+            "gamma",
+            "alpha",
+            "1:10.1",
+            "1:never",
+            "4:0.81",
+        ):
+            assert re.search(rf"(?<![\w.:]){word}(?![\w.:])", text), (width, word)
+    assert "/data/models/runs/support greedy-draft" in text, "where there is room nothing is broken"
