@@ -12,6 +12,8 @@ from huggingface_hub.utils import get_session, validate_repo_id
 
 _CACHED = re.compile(r"(?:models|datasets)--([^/]+)/snapshots/[^/]+/?$")
 # The hub has no users of the first names, and a run's folder has the last.
+# Of these answers the hub's client asks again, for a minute and for each file.
+TRIED_AGAIN = (429, 500, 502, 503, 504)
 _LOCAL = ("models", "datasets", "spaces", "runs")
 
 
@@ -38,7 +40,9 @@ def reach_hub(endpoint: str) -> None:
     """Ask the hub for a sign of life once; without one, only its cache is read from now on, instead of retries for each file."""
     try:
         if not constants.HF_HUB_OFFLINE:
-            get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            status = get_session().head(endpoint, timeout=constants.HF_HUB_ETAG_TIMEOUT).status_code
+            if status in TRIED_AGAIN:
+                raise HTTPError(f"status {status}")
     except HTTPError:
         logging.getLogger(__name__).warning("the hub cannot be reached, so only its cache on this machine is used")
         constants.HF_HUB_OFFLINE = True

@@ -17,12 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-
 from data.hub import hub_id
 from data.responses.engine_http import answers, listening
 from distill.commands.options import ServeOptions
-from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, run_of
+from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, near_path, run_of
 from distill.config.load import load_config
 from distill.engines.protocol.engine import Engine, Service, known_engines
 from distill.engines.protocol.facts import EngineFacts, Serving
@@ -32,6 +30,7 @@ from distill.faults import Interrupted
 from distill.models.files.gguf import GGUF
 from distill.models.load import resolve
 from speculative.errors import UserError
+from speculative.progress import phase
 
 BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments
 TOLD_LINES = 12  # log lines printed when an engine exits on its own
@@ -67,11 +66,10 @@ def serve(options: ServeOptions) -> int:
     )
     listening(options.host, options.port, keyed).close()  # fail now and not after minutes of loading
     log = log_of(options, directory)
-    console = Console(stderr=True)
     answered = False
     try:
         with _running(words, log) as process:
-            seconds = _wait(process, name, options, log, console)
+            seconds = _wait(process, name, options, log)
             answered = True
             print("\n".join(_lines(options, name, target, facts.request, seconds, log)), flush=True)
             process.wait()
@@ -100,7 +98,7 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
     log = log_of(options, directory)
     listening(options.host, options.port, True).close()
     with _running(words, log) as process:
-        _wait(process, engine.name, options, log, Console(stderr=True))
+        _wait(process, engine.name, options, log)
         yield _url(options.host, options.port)
 
 
@@ -192,7 +190,7 @@ def read_export(path: Path) -> tuple[Path, EngineFacts]:
     directory = (path if (path / SERVING_FILE).exists() else path / EXPORT).resolve()
     serving = Serving.stored(directory)
     if serving is None and run_of(path) is None:
-        raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE})")
+        raise UserError(f"{path}: neither a run nor an export (a directory with {SERVING_FILE}){near_path(path)}")
     if serving is None:
         raise UserError(f"{path}: no export; write it with `understudy export {path} --to {path / EXPORT}`")
     return directory, serving.facts
@@ -253,19 +251,15 @@ def _end(engine: subprocess.Popen[bytes], number: int) -> None:
     engine.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path, console: Console) -> float:
+def _wait(process: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path) -> float:
     """Wait until the engine answers /health; return the seconds it took."""
-    start = time.monotonic()
-    if not console.is_terminal:
-        print(f"{name} is starting; its log is {log}", file=sys.stderr, flush=True)
-    with console.status(f"{name} is starting") as status:
+    with phase(f"{name} is starting, its log is {log}") as shown:
         while not answers(_url(options.host, options.port)):
             if process.poll() is not None:
                 _died(process, name, log)
-            line = (_last_lines(log, 1) or [""])[0][: max(20, console.width - 30)]
-            status.update(f"{name} is starting, {time.monotonic() - start:.0f} s: [dim]{line.replace('[', '(')}[/dim]")
+            shown.facts = (_last_lines(log, 1) or [""])[0]
             time.sleep(POLL_SECONDS)
-    return time.monotonic() - start
+    return shown.seconds
 
 
 def _url(host: str, port: int) -> str:

@@ -1,5 +1,6 @@
 """File names in a run's folder, and how a path from the user is resolved."""
 
+from difflib import get_close_matches
 from pathlib import Path
 
 # What a run's folder holds: file, who writes it and when, contents. docs/reference/run.md shows this table.
@@ -84,6 +85,18 @@ def run_of(path: str | Path) -> Path | None:
         return folder
     run = folder.resolve().parent.parent
     return run if (folder / STUDENT).is_dir() and (run / CONFIG).is_file() else None
+
+
+def near_path(path: str | Path) -> str:
+    """`; did you mean X?` for the most similar path that is there; empty if there is none."""
+    place = Path()
+    for part in Path(path).parts:
+        beside = place.iterdir() if place.is_dir() else ()
+        near = [part] if (place / part).exists() else get_close_matches(part, [one.name for one in beside], n=1)
+        if not near:
+            return ""
+        place /= near[0]
+    return "" if place == Path(path) else f"; did you mean {place}?"
 
 
 def find_student(path: str) -> str:

@@ -8,7 +8,17 @@ from typing import Any
 
 from data.hub import hub_id
 from data.prompts.sources import dataset_id
-from distill.config.layout import BEST_LINK, CONFIG, PROVENANCE, RESULT, STUDENT, VERDICT, run_of, step_folder
+from distill.config.layout import (
+    BEST_LINK,
+    CONFIG,
+    PROVENANCE,
+    RESULT,
+    STUDENT,
+    VERDICT,
+    near_path,
+    run_of,
+    step_folder,
+)
 from distill.config.load import dump_config, load_trusted
 from distill.config.sections import Quantization
 from distill.engines.protocol.engine import engine_in
@@ -50,7 +60,9 @@ def read_run(path: Path, trusted: bool = False) -> RunFacts:
     """
     run = run_of(path)
     if run is None:
-        raise UserError(f"{path}: neither a run (a directory with config.yaml) nor a checkpoint of one")
+        raise UserError(
+            f"{path}: neither a run (a directory with config.yaml) nor a checkpoint of one{near_path(path)}"
+        )
     folder = path if run != path else run / BEST_LINK
     if not (folder / STUDENT).exists():
         raise UserError(f"{path}: no checkpoint yet; finish the run first (the same command continues it)")

@@ -28,7 +28,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, set_tqdm_hook
 
 from data.hub import hub_id, reach_hub
-from distill.config.layout import find_student
+from distill.config.layout import find_student, near_path
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
 from distill.models.files.gguf import GGUF, read_gguf, split_as_named
@@ -108,7 +108,7 @@ def find_model(what: str, path: str, needed: str = "config.json") -> bool:
         fix = "give a model directory or a hub id" if inside == local else f"the draft of this run is {inside}"
         if "/" in local and Path(owner := local.partition("/")[0] or "/").is_dir() and owner not in ("/", ".", ".."):
             fix += f" ({owner}/ is a folder here; if you mean the hub's model, first run `hf download {local}`)"
-        raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; {fix}")
+        raise UserError(f"{what} {path!r}: no {needed or 'directory'} there; {fix}{near_path(local)}")
     return looks_local
 
 
@@ -138,7 +138,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
             raise UserError(f"{what} {path!r}: cannot be loaded: {reason}") from error
         raise UserError(
             f"{what} {path!r}: not a local directory, and the hub did not deliver it ({reason}); if offline, download it elsewhere "
-            f"with `hf download {path}`, copy the directory here and give its path"
+            f"with `hf download {path}`, copy the directory here and give its path{near_path(local)}"
         ) from error
 
 

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from distill.config.layout import VERDICT
+from distill.config.layout import VERDICT, near_path
+from speculative.errors import UserError
 from speculative.evaluate import Judgement
 from speculative.explain.repetition import Repetition
 from speculative.measure.effects import Effects
@@ -186,4 +187,6 @@ def drafting_to_serve(verdict: Verdict | None, parallel: bool) -> Drafting:
 
 def load_verdict(run: Path) -> Verdict:
     """verdict.json of a finished run, by the times of engine_costs.json if an engine was timed; UserError as `Record.read`."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder{near_path(run)}")
     return Verdict.read(run / VERDICT).in_engine(EngineCosts.stored(run))

@@ -11,6 +11,7 @@ from refusals import refused
 
 from data import hub
 from data.prompts.sources import dataset_id
+from distill.config.layout import near_path
 from distill.models.load import load_tokenizer, public_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -113,3 +114,43 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
         hub.reach_hub(url)  # nobody listens there any more
     assert constants.HF_HUB_OFFLINE
     assert "only its cache on this machine is used" in caplog.text
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_asks_to_try_again_is_not_waited_for(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client would ask for each file again and again, for a minute, and print every attempt."""
+    asked: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(status)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab-target").mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.reach_hub.cache_clear()
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with caplog.at_level(logging.WARNING):
+            line = refused(load_tokenizer, "lab-targte")
+        server.shutdown()
+    assert asked == ["/"], "one sign of life, and no retries"
+    assert caplog.text.count("\n") == 1
+    assert line.endswith("; did you mean lab-target?")
+    hub.reach_hub.cache_clear()
+
+
+def test_the_most_similar_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert near_path("rnus/dmeo") == "; did you mean runs/demo?"
+    assert near_path(tmp_path / "runs" / "dem") == f"; did you mean {tmp_path}/runs/demo?"
+    for path in ("runs/demo", "elsewhere/demo", "runs/xyz"):
+        assert near_path(path) == ""
