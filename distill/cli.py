@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -71,12 +72,11 @@ app.add_typer(traffic, name="traffic", rich_help_panel=WATCH)
 
 
 def demo(options: of.DemoOptions) -> int:
-    """Train, export and show the demo; returns the exit status of the training."""
+    """Train, judge and export the demo; returns the exit status of the training."""
     from distill import train
     from distill.commands.export import export_run
-    from distill.commands.show import show_run
     from distill.config.layout import EXPORT
-    from distill.config.load import load_config
+    from distill.config.load import config_file, load_config
 
     overrides = list(options.overrides or [])
     status = train.command(TrainOptions(options.config, overrides))
@@ -84,7 +84,11 @@ def demo(options: of.DemoOptions) -> int:
         config = load_config(options.config, overrides)
         run, trusted = config.folder, config.target.trust_remote_code  # As the training did.
         export_run(of.ExportOptions(run, run / EXPORT, overwrite=True, trust_remote_code=trusted))
-        show_run(run, trusted)
+        print(f"exported draft   {run / EXPORT}  (how to serve it: {run / EXPORT / 'SERVING.md'})")
+        print(
+            f"For your own model: copy {config_file(Path('configs/demo.yaml'))}, set target.path and data.train, then"
+        )
+        print("  understudy train my.yaml")
     return status
 
 

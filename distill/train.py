@@ -23,16 +23,19 @@ from distill.engines.protocol.serving_engine import for_engine, pair_notes
 from distill.faults import Interrupted, exit_status
 from distill.models.heads import SplitModel
 from distill.models.quantized import require_quantizer
+from distill.models.student import refuse_impossible, run_context
 from distill.models.target import Target
 from distill.run.checkpoint import keep_judgement, missed_checks, resume_point
 from distill.run.first_student import first_student
 from distill.run.launcher import launch_if_asked
-from distill.run.responses import RunData, decode_settings
+from distill.run.prompts import load_prompts
+from distill.run.responses import RunData, dated_tokenizer, decode_settings
 from distill.run.run import Run, new_accelerator
 from distill.run.session import check_instrument, preflight
 from distill.training.batches import check_packing, make_batches, make_objective, make_survival
 from distill.training.micro_batch import check_batches, chosen_micro_batch
 from distill.training.module import DraftModule
+from distill.training.plan import plan_lines, prompt_lines
 from distill.training.rollouts import Rollouts
 from distill.training.sharding import launched_plugin, settle_launcher, settled_precision, shards_of
 from distill.training.signal import make_teacher, require_signal
@@ -117,6 +120,9 @@ def prepared(data: RunData) -> tuple[Any, StoredRows | None, DraftJudge, Mapping
         target,
         max(len(prompt.prompt_ids) for prompt in data.prompts.heldout) + config.serving.max_tokens,
     )
+    run.config = config = config.settled(len(data.prompts.train))
+    if run.main:
+        run.say("\n".join(plan_lines(config, target, data.prompts, run.device, run.ranks)))
     settings = decode_settings(config.serving, config.seed, target).under(config.judge_rule, config.judge.gamma)
     student = first_student(data, trial=data.chosen_by_text)
     for line in pair_notes(config, target.side, student):
@@ -130,6 +136,21 @@ def prepared(data: RunData) -> tuple[Any, StoredRows | None, DraftJudge, Mapping
     rows = data.training if config.data.mix.target else None
     drafting: Drafting = "autoregressive" if config.student.parallel is None else "parallel"
     return student, rows, DraftJudge(run, settings, target, data.heldout, drafting), checks
+
+
+def print_plan(config: RunConfig, ranks: int) -> None:
+    """Print what a run of this config would do, and a prompt as the target would see it. No weights are loaded, and nothing is kept.
+
+    Raises UserError: as a run until its prompts are read.
+    """
+    target = Target(config.target, new_accelerator().device)
+    facts, data = target.outline(), config.data
+    refuse_impossible(config.student, target.side.config)
+    context = run_context(config.student, data.context_length, facts.context_length)
+    tokenizer, judged = dated_tokenizer(target, config.folder), config.judge.prompts
+    prompts = load_prompts(data, tokenizer, context, config.serving.max_tokens, judged, vocab_rows=facts.vocab_rows)
+    plan = plan_lines(config.settled(len(prompts.train)), target, prompts, target.device, ranks)
+    print(prompts.report, *plan, *prompt_lines(prompts.train[0], tokenizer), sep="\n")
 
 
 def judge_all(trainer: Trainer, judge: DraftJudge) -> None:
@@ -232,6 +253,9 @@ def command(options: TrainOptions) -> int:
     try:
         overrides = options.overrides or []
         config = for_engine(load_config(options.config, overrides))
+        if options.dry_run:
+            print_plan(config, options.num_processes or 1)
+            return 0
         launch_if_asked(options, "distill.train", options.config, *overrides)
         run = start(config)
         distil(run)

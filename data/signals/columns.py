@@ -41,6 +41,11 @@ def _bits_above(vocab_rows: int) -> range:
     return range(16, max(16, (vocab_rows - 1).bit_length()))
 
 
+def bytes_per_token(k: int, vocab_rows: int) -> float:
+    """Of k stored entries and the tail."""
+    return k * (4 + len(_bits_above(vocab_rows)) / 8) + 4
+
+
 def encode_ids(ids_N: np.ndarray, vocab_rows: int) -> dict[str, np.ndarray]:
     """Ids below `vocab_rows` -> their lower 16 bits, and the higher bits of all ids, packed bit by bit."""
     planes = [np.packbits((ids_N >> bit & 1).astype(bool)) for bit in _bits_above(vocab_rows)]

@@ -29,14 +29,13 @@ class ShowRunOptions:
 
     understudy show runs/demo --page report.html --price-per-hour 2.49
 
-    Also decodes three held-out prompts and marks the tokens that the target accepted from the draft. With --page it writes the
-    report instead, one HTML file without external files.
+    In three held-out responses it marks the tokens that the target accepted from the draft. With --page it writes the report instead,
+    one HTML file without external files.
     """
 
     run: Annotated[Path, argument("run folder; with --page also a result.json of `understudy evaluate`")]
     page: Annotated[Path | None, option("HTML file to write")] = None
     price_per_hour: Annotated[str, option("price of an hour, e.g. 2.49; 2.49,4.98 = without and with the draft")] = ""
-    trust_remote_code: shared.TrustRemoteCode = False
 
 
 @dataclass(frozen=True)

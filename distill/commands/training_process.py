@@ -15,6 +15,7 @@ from distill.config.layout import CHECKPOINTS, VERDICT
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run.launcher import SAFE_PATH
+from speculative.progress import phase
 
 
 class TrainingFailed(Exception):
@@ -54,7 +55,8 @@ def child(words: Sequence[str], name: str, log: Path, group: str = "") -> None:
         try:
             with contextlib.suppress(psutil.NoSuchProcess):
                 note.write_text(json.dumps([child.pid, psutil.Process(child.pid).create_time()]), encoding="utf-8")
-            status = child.wait()
+            with phase(f"{name}, its log is {log}"):
+                status = child.wait()
         except KeyboardInterrupt:
             _stop(child)
             raise Interrupted(f"{name} has stopped; the same command continues it") from None

@@ -59,18 +59,23 @@ class LaunchOptions:
 class TrainOptions(LaunchOptions):
     """Train a draft and judge it.
 
+    understudy train my.yaml --dry-run
+
     understudy train my.yaml
 
     understudy train my.yaml optim.lr=3e-4
 
     understudy train my.yaml --num-processes 8 --config-file configs/accelerate/fsdp2.yaml
 
-    The same command continues an interrupted run. With --num-processes it starts Accelerate's launcher, as
+    It begins with its plan: prompts, steps, memory, disk. The same command continues an interrupted run. With --num-processes it starts Accelerate's launcher, as
     `accelerate launch -m distill.train my.yaml` does.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
     overrides: Overrides = None
+    dry_run: Annotated[
+        bool, option("print the plan and a prompt as the target sees it; no weights are loaded", "--dry-run")
+    ] = False
 
 
 @dataclass(frozen=True)

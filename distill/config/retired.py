@@ -3,6 +3,7 @@
 _TABLE = """
 report -> `understudy show RUN --page FILE` writes the page; its numbers are in result.json
 sweep --fit -> a sweep's table and frontier compare all shapes of the grid; give a short train.steps in overrides
+show --trust-remote-code -> show loads no model
 show --profile -> `understudy compare` scores two drafts on the same responses
 traffic review -> `understudy traffic show` lists acceptance by slice
 traffic --plot -> `understudy traffic show --json` gives the numbers over time

@@ -1,6 +1,7 @@
 """The config of a run: all sections, which combinations of values are refused, and values derived from them."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ def _of_training(c: "RunConfig") -> Iterator[str]:
         yield NEED_EACH_OTHER.format("student.architecture", "student.init: config")
     if c.train.packing is None and c.train.batch_size % (c.train.micro_batch_size or 1):
         yield "train.batch_size must be a multiple of train.micro_batch_size"
+    if bool(c.train.steps) == bool(c.train.epochs):
+        yield "train.steps and train.epochs: set one of them, and the other to 0"
     if c.loss.mix is not None and (not c.loss.mix or min(c.loss.mix.values()) <= 0):
         yield "loss.mix: needs at least one objective, and all weights above zero"
     if c.judge_rule.greedy != (c.serving.temperature == 0):
@@ -203,6 +206,20 @@ class RunConfig(Section):
         if self.loss.mix:
             return dict(self.loss.mix)
         return {self.loss.name or default_objective(self.serving_rule): 1.0}
+
+    def sequences(self, steps: int) -> float:
+        """Responses of the target that so many steps train on, or of the draft where the mix has none of the target's."""
+        mix = self.data.mix
+        share = mix.target / (mix.target + mix.student + mix.speculative) or 1.0
+        return steps * self.train.batch_size * share
+
+    def settled(self, prompts: int) -> "RunConfig":
+        """The config with train.steps instead of train.epochs, for so many training prompts."""
+        if self.train.steps:
+            return self
+        wanted = self.train.epochs * prompts * self.serving.samples_per_prompt
+        train = self.train.model_copy(update={"steps": math.ceil(wanted / self.sequences(1)), "epochs": 0.0})
+        return self.model_copy(update={"train": train})
 
     @property
     def folder(self) -> Path:

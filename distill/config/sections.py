@@ -5,7 +5,7 @@ import types
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from data.prompts.prompt import PromptSource, Section, Template
 from speculative.errors import UserError
@@ -247,8 +247,10 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """The training loop. One step is `batch_size` sequences, however many ranks and micro-batches share them."""
 
-    steps: int = Field(300, ge=1)
-    """optimizer steps"""
+    steps: int = Field(0, ge=0)
+    """optimizer steps; 0 = as many as `epochs` takes"""
+    epochs: float = Field(3.0, ge=0)
+    """passes over the training responses, which give the number of steps; not used if `steps` is set"""
     batch_size: int = Field(32, ge=1)
     """sequences per step, summed over all ranks and micro-batches"""
     micro_batch_size: int | None = Field(None, ge=1)
@@ -261,6 +263,13 @@ class TrainConfig(Section):
     null = pad"""
     compile: bool = False
     """use torch.compile for the draft's layers and the loss: starts a minute later, then faster steps"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: Any) -> Any:
+        """train.steps alone replaces the default epochs."""
+        alone = isinstance(values, dict) and values.get("steps") and "epochs" not in values
+        return {**values, "epochs": 0.0} if alone else values
 
 
 class JudgeConfig(Section):

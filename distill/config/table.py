@@ -21,6 +21,7 @@ COMMON = (
     "serving.max_tokens",
     "loss.name",
     "optim.lr",
+    "train.epochs",
     "train.steps",
     "train.batch_size",
     "judge.every",

@@ -10,13 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.config.sections import LoraConfig, StudentConfig
-from distill.models.carving.channels import channel_scores, trim_mlps
-from distill.models.carving.layers import carve, filled
+from distill.models.carving.channels import WIDTH_FIELDS, channel_scores, trim_mlps
+from distill.models.carving.layers import Layers, carve, filled
 from distill.models.files.gguf import GGUF
 from distill.models.load import load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
 from distill.models.quantized import full_weight, quantization_name, quantization_of, without_quantization
-from distill.models.text_model import same_logits
+from distill.models.text_model import same_logits, without_weights
 from distill.models.transplant import fit_embeddings, transplant_vocabulary
 from distill.models.vocabulary import (
     compare_vocabularies,
@@ -222,6 +222,24 @@ def _architecture_config(architecture: dict[str, Any], **defaults: Any) -> Pretr
                 hint = f": did you mean {near[0]}?" if near else ""
                 raise UserError(f"student.architecture.{name}: {model_type} has no such field{hint}")
         return AutoConfig.for_model(model_type, **{**defaults, **fields})
+
+
+def outlined_student(config: StudentConfig, target_config: Any, trust_remote_code: bool = False) -> Any:
+    """The draft that a run trains, adapters included, without weights: its shapes, on the meta device. UserError: as `make_student`."""
+    rows = vocabulary_rows(target_config)
+    if config.init == "carved":
+        source = Layers(without_weights(target_config, trust_remote_code))
+        shape, reason = source.config_of(source.places(config.layers))
+        if shape is None:
+            raise UserError(f"student.layers = {list(config.layers)}: cannot be kept as they are ({reason})")
+        for field in WIDTH_FIELDS if config.intermediate_size else ():
+            if hasattr(shape, field):
+                setattr(shape, field, config.intermediate_size)
+    elif config.init == "config":
+        shape = _architecture_config(config.architecture or {}, vocab_size=rows)
+    else:
+        shape = read_config("student.path", str(config.path), revision=config.revision)
+    return with_adapters(without_weights(shape), config.lora)
 
 
 def with_adapters(student: PreTrainedModel, lora: LoraConfig | None) -> Any:

@@ -31,6 +31,7 @@ from distill.models.load import (
     saved_dtype,
     source_fingerprint,
 )
+from distill.models.text_model import without_weights
 from distill.models.vocabulary import vocabulary_rows
 from speculative.engine.models import end_token_ids, max_positions
 from speculative.errors import UserError
@@ -183,6 +184,13 @@ class Target:
 
     def _fingerprint(self, model: PreTrainedModel) -> str:
         return source_fingerprint(self._what, self.config.path, self.config.revision, model)
+
+    def outline(self) -> TargetFacts:
+        """The facts that need neither weights nor a server, without a fingerprint; from now on the target's."""
+        saved, dtype = saved_dtype(self.side.config), dtype_of(self.config.dtype, self.device)
+        parameters = without_weights(self.side.config, self.config.trust_remote_code).num_parameters()
+        self._facts = self._facts_of(self.side, "", saved if isinstance(dtype, str) else dtype, parameters)
+        return self._facts
 
     @functools.cached_property
     def side(self) -> TargetSide:

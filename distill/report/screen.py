@@ -2,28 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from distill.config.layout import BEST_LINK, REPORT, VERDICT
-from distill.config.load import config_file
+from distill.config.layout import BEST_LINK, EXPORT, REPORT, RESULT, VERDICT
 from distill.report.measured import engine_parts, load_table, waits_table, ways_tables
 from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
-from distill.run.verdict_record import Verdict
-from speculative.decoder.responses import Response
+from distill.run.result import ResponseSeen, load_result
+from distill.run.verdict_record import Verdict, load_verdict
 from speculative.evaluate import Judgement, OnText
-from speculative.explain.token_class import token_pieces
 from speculative.measure.replay import agreement_words
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "bold yellow"
-PROMPT_LINES = 6
+PROMPT_LINES, SHOWN_RESPONSES = 6, 3
 
 
 def print_money(console: Console, verdict: Verdict, prices: Prices) -> None:
@@ -65,22 +62,35 @@ def judgement_table(title: str, judgement: Judgement) -> Table:
     return table
 
 
-def marked_completion(tokenizer: Any, response: Response) -> Panel:
+def marked_completion(seen: ResponseSeen) -> Panel:
     """A completion with accepted draft tokens in one colour and the target's own tokens in another."""
-    prompt = tokenizer.decode(response.prompt_ids, skip_special_tokens=True).rstrip("\n").splitlines()
+    prompt = seen.prompt.rstrip("\n").splitlines()
     shown = prompt if len(prompt) <= PROMPT_LINES else [*prompt[: PROMPT_LINES - 1], "    ..."]
     text = Text("\n".join(shown) + "\n", style="dim")
-    # A character split over several tokens is shown with the token that completes it.
-    for piece, accepted in zip(token_pieces(tokenizer, response.response_ids), response.proposed_mask, strict=True):
-        text.append(piece, style=ACCEPTED_STYLE if accepted else OWN_STYLE)
-    share = f"{sum(response.proposed_mask)} of {len(response.response_ids)} tokens from the draft, {response.blocks} target calls"
+    for token in seen.tokens:
+        text.append(token.text, style=ACCEPTED_STYLE if token.by == "draft" else OWN_STYLE)
+    drafted = sum(token.by == "draft" for token in seen.tokens)
+    share = f"{drafted} of {seen.tokens_count} tokens from the draft, {seen.blocks} target calls"
     return Panel(text, title=share, title_align="left", expand=True)
+
+
+def show_run(run: Path, prices: Prices | None = None) -> None:
+    """Print the verdict of a finished run, some of its completions and where its files are.
+
+    Raises UserError: the run is not finished, or a file of it is damaged.
+    """
+    verdict, console = load_verdict(run), Console()
+    view = load_result(run / RESULT).token_view
+    completions = [marked_completion(seen) for seen in view.responses[:SHOWN_RESPONSES]] if view else []
+    last_screen(console, run, verdict, completions, run / EXPORT if (run / EXPORT).exists() else None)
+    if prices is not None:
+        print_money(console, verdict, prices)
 
 
 def last_screen(
     console: Console, run: Path, verdict: Verdict, completions: Sequence[Panel], export: Path | None
 ) -> None:
-    """Print the last screen of a demo."""
+    """Print the last screen of a run."""
     style = "green" if verdict.outcome in ("pays_off", "best_with_lookup") else "yellow"
     console.print()
     if completions:
@@ -115,9 +125,5 @@ def last_screen(
     if export is not None:
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
     console.print(places, highlight=False)
-    console.print(
-        f"For your own model: copy {config_file(Path('configs/demo.yaml'))}, set target.path and data.train, then\n"
-        "  understudy train my.yaml && understudy export runs/NAME --to my-draft",
-        highlight=False,
-        soft_wrap=True,
-    )
+    if export is None:
+        console.print(f"next             understudy export {run} --to {run / EXPORT}", highlight=False, soft_wrap=True)

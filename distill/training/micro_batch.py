@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
+from torch import nn
 
 from data.batches.collate import Batch, Example, collate
 from data.signals.signal import DenseSignal
@@ -39,6 +40,12 @@ def check_batches(train: TrainConfig, ranks: int) -> None:
         )
 
 
+def state_bytes(module: nn.Module, optim: OptimConfig, ranks: int) -> float:
+    """What training needs beside weights, gradients and activations: the optimizer's moments (an upper bound), what ranks exchange."""
+    per_weight = 4 * ((MOMENTS if optim.name != "adamw8bit" else 0.5) + (EXCHANGE if ranks > 1 else 0))
+    return per_weight * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
 def sizes_of(train: TrainConfig, ranks: int) -> list[int]:
     """Micro-batch sizes that divide a rank's share of a step, ascending."""
     share = max(1, train.batch_size // ranks)
@@ -65,9 +72,7 @@ def chosen_micro_batch(
         most = SHARDED if device.type == "cuda" else ON_CPU
         return max(size for size in sizes if size <= most)
     module.to(device)
-    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    per_weight = 4 * ((MOMENTS if optim.name != "adamw8bit" else 0.5) + (EXCHANGE if ranks > 1 else 0))
-    later = per_weight * sum(parameter.numel() for parameter in weights)
+    later = state_bytes(module, optim, ranks)
     torch.cuda.empty_cache()
     budget = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)) - later
 

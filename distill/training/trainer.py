@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from speculative.progress import phase
 
 # Consecutive skipped updates after which the run stops, because it is no longer a spike.
 MOST_SKIPS = 20
+FORECAST = 20  # steps of a start after which the time that is left is printed, by the later half of them
 # Stages of a step. data: micro-batches, and rollouts when they are due. teacher: the target's layers, or reading its store.
 # student: the draft's layers, forward and backward. loss: the head products of both models and the divergence.
 STAGES = ("data", "teacher", "student", "loss", "optimizer")
@@ -122,7 +124,7 @@ class Trainer:
         Raises NotFinite: before the update; the message has the last good checkpoint. Raises Interrupted: Ctrl-C, after a checkpoint was
         written.
         """
-        interrupt, train, every = Interrupt(), self.config.train, self.config.judge.replay_every
+        interrupt, train, every, halfway = Interrupt(), self.config.train, self.config.judge.replay_every, 0.0
         word = "distil" if self.teacher else "train"
         try:
             if self._is_due():  # otherwise the run resumes from an interrupt's checkpoint
@@ -131,6 +133,10 @@ class Trainer:
                 while self.progress.step < train.steps:
                     shown.facts = self._one_step()
                     shown.advance()
+                    if shown.fresh == FORECAST // 2:
+                        halfway = self.progress.seconds["train"]
+                    if shown.fresh == FORECAST < train.steps:
+                        self._forecast((self.progress.seconds["train"] - halfway) / (FORECAST - FORECAST // 2))
                     if not (stop := self._any_rank(interrupt.requested)) and self._is_due():
                         yield from self._held(self.save())
                         stop = self._any_rank(interrupt.requested)
@@ -141,6 +147,17 @@ class Trainer:
                         raise Interrupted(f"checkpoint {folder} is saved; run the same command to continue from it")
         finally:
             interrupt.restore()
+
+    def _forecast(self, step: float) -> None:
+        """Print how long the rest takes at so many seconds a step, and as long for each judgement as before."""
+        left = self.config.train.steps - self.progress.step
+        judged, every = len(self.run.seen(lambda: checkpoint.judged_scores(self.run.folder))), self.config.judge.every
+        judgement = self.progress.seconds.get("judge", 0.0) / max(1, judged)
+        due = -(-self.config.train.steps // every) - self.progress.step // every
+        spent = timedelta(seconds=round(left * step + due * judgement))
+        self.run.say(
+            f"after {FORECAST} steps: {spent} left, for {left:,} steps of {step:.2g} s and {due} judgements of {judgement:.2g} s; then the verdict"
+        )
 
     def _held(self, folder: Path | None) -> Iterator[Checkpoint]:
         device = self.accelerator.device  # without a list torch would initialise every GPU in every rank

@@ -25,6 +25,7 @@ from distill.models.load import load_model
 from distill.models.target import Target, load_target_side
 from distill.report.page import write_page
 from distill.report.plot import plot_run
+from distill.report.screen import show_run
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import RunData, decode_settings
 from distill.run.result import RESULT_FORMAT, Curves, Result, RuleCurves, ServeCommand, TokenView
@@ -53,8 +54,8 @@ RULES_APART = 0.02  # of tau; two rules of an engine that are closer need no sen
 
 
 def conclude_run(data: RunData, self_checks: dict[str, Any]) -> None:
-    """End a run whose last checkpoint is judged: write plot, verdict and report, and log them to trackers. All ranks must call it: the
-    others decode what the main process asks for, and wait while it times.
+    """End a run whose last checkpoint is judged: write plot, verdict and report, and show them. All ranks must call it: the others decode
+    what the main process asks for, and wait while it times.
     """
     run, started = data.run, time.perf_counter()
     decoding = Decoding(run, data.target)
@@ -69,7 +70,7 @@ def conclude_run(data: RunData, self_checks: dict[str, Any]) -> None:
     with phase("report"):
         write_conclusion(run.folder, result)
     decoding.end()
-    run.say(result.verdict.headline)
+    show_run(run.folder)
 
 
 def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) -> Result:

@@ -97,8 +97,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         shared = share_stores(trial, [other for other in trials if other is not trial])
     console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
     started = time.perf_counter()
-    with console.status(f"training, log in {log}"):
-        train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
+    train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
     row = Combination({}, [], [], 1, 0, measured_of(trial))
     found = [f"{name} {figure.value:.3f}, " for name in FIGURES if (figure := row.figure(name)) is not None]
     console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)

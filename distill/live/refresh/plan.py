@@ -78,11 +78,12 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
     judged = min(config.judge.prompts, len(StoredPrompts(old_heldout)))
-    steps = max(1, round(config.train.steps * min(1.0, (old + new) / had)))
+    steps = max(1, round(config.settled(had).train.steps * min(1.0, (old + new) / had)))
     keys = {
         "data.train": _sources((old_train, old), (new_train, new)),
         "data.heldout": _sources((old_heldout, judged), (new_heldout, fresh)),
         "train.steps": steps,
+        "train.epochs": 0,
         "judge.prompts": judged + fresh,
         "judge.every": -(-steps // JUDGED),
     }
@@ -99,7 +100,7 @@ def write_probe(home: Path, student: Path, export: Path, folder: Path, steps: in
         "data.heldout": _sources((heldout, None)),
         "judge.prompts": max(2, len(StoredPrompts(heldout))),
     }
-    length = [f"train.steps={steps}", f"judge.every={steps}"]
+    length = [f"train.steps={steps}", "train.epochs=0", f"judge.every={steps}"]
     return _write(folder.with_name(f"{folder.name}.yaml"), home, student, folder, keys, [*asked, *length])
 
 

@@ -95,6 +95,17 @@ class Layers:
         weights = model.state_dict().items()
         return {name: tuple(value.shape) for name, value in weights if not name.startswith(f"{self.prefix}.")}
 
+    def places(self, layers: Sequence[int]) -> list[int]:
+        """Numbers of these layers from the first; UserError: one that the target does not have, or the same twice."""
+        chosen = [layer + self.depth if layer < 0 else layer for layer in layers]
+        if not chosen or any(not 0 <= layer < self.depth for layer in chosen):
+            raise UserError(
+                f"student.layers = {list(layers)}: the target has layers 0 to {self.depth - 1} (or -{self.depth} to -1)"
+            )
+        if len(set(chosen)) != len(chosen):
+            raise UserError(f"student.layers = {list(layers)}: a layer of the target appears twice; list each once")
+        return chosen
+
     def config_of(self, chosen: Sequence[int]) -> tuple[PretrainedConfig | None, str]:
         """(a config under which each kept layer is what it is in the target, ""); (None, why) if there is none."""
         kinds = getattr(self.config, "layer_types", None) or []
@@ -164,12 +175,7 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     Raises UserError: a layer that the target does not have, the same layer twice, layers that no config describes; see also `Layers`.
     """
     source = Layers(target)
-    depth = source.depth
-    chosen = [layer + depth if layer < 0 else layer for layer in layers]
-    if not chosen or any(not 0 <= layer < depth for layer in chosen):
-        raise UserError(f"student.layers = {list(layers)}: the target has layers 0 to {depth - 1} (or -{depth} to -1)")
-    if len(set(chosen)) != len(chosen):
-        raise UserError(f"student.layers = {list(layers)}: a layer of the target appears twice; list each layer once")
+    chosen = source.places(layers)
     config, reason = source.config_of(chosen)
     if config is not None:
         state, packed = _weights(target, source, config, chosen), quantization_of(target.config) is not None

@@ -173,7 +173,7 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tmp_path: Path) -> No
     checked = run("export", str(tiny_run), "--check", str(to))
     assert "same greedy tokens as the target alone on 20 of 20 prompts" in checked
     shown = run("show", str(tiny_run))
-    for words in ("target alone", "undistilled", "speed", "cost ratio", "understudy train", "accepted from the draft"):
+    for words in ("target alone", "undistilled", "speed", "cost ratio", "understudy export", "accepted from the draft"):
         assert words in shown, words
 
 
@@ -185,7 +185,7 @@ def test_export_show_and_the_outside_check(tiny_run: Path, tmp_path: Path) -> No
         (["evaluate", "./no-such-folder", "--config", "TINY"], ["no-such-folder", "config.json"]),
         (["export", "nowhere", "--to", "out"], ["nowhere", "config.yaml"]),
         (["generate", "./nowhere", "--prompt", "x"], ["./nowhere", "no config.json there"]),
-        (["show", "nowhere"], ["nowhere", "verdict.json"]),
+        (["show", "nowhere"], ["nowhere: no such folder"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_2(

@@ -69,7 +69,6 @@ COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
         EvaluateOptions(str(run), str(run / "config.yaml"), out=to / "r.json")
     ),
     "export --check": lambda run, to: check_export(of.ExportOptions(run), run),
-    "show": lambda run, to: show(of.ShowRunOptions(run)),
     "compare": lambda run, to: compare(CompareOptions([str(run), "prompt-lookup"]), Console(quiet=True)),
     "drift": lambda run, to: drift(DriftOptions(run, log=_written(to / "log.jsonl"))),
     "refresh": lambda run, to: refresh_command(RefreshOptions(run), Console(quiet=True)),
@@ -84,6 +83,11 @@ def test_remote_code_is_trusted_on_this_command_line_alone(command: str, foreign
     text = refused(COMMANDS[command], foreign, tmp_path)
     assert f"{foreign / 'config.yaml'}: target.trust_remote_code is true" in text
     assert "--trust-remote-code" in text
+    assert not (tmp_path / "ran").exists()
+
+
+def test_showing_a_run_loads_nothing_of_its_target(foreign: Path, tmp_path: Path) -> None:
+    show(of.ShowRunOptions(foreign))
     assert not (tmp_path / "ran").exists()
 
 
