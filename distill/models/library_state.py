@@ -1,6 +1,6 @@
 """Private state of libraries that this package uses, each with the version that was read and the change that would end it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from accelerate.checkpointing import load_custom_state
 from accelerate.hooks import add_hook_to_module
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, cpu, diff
-from transformers import masking_utils
+from transformers import masking_utils, modeling_gguf_pytorch_utils
+from transformers.utils.logging import set_tqdm_hook
+
+from speculative.progress import each
 
 
 def _packed_rows(position_ids: Tensor) -> Tensor:
@@ -31,6 +34,19 @@ def packing_known(packed: bool) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+
+
+def loops_as_phases() -> None:
+    """Show what transformers counts while it loads or saves weights as phases.
+
+    transformers 5.23 has a hook for its own bars, and draws another kind for GGUF files, until that loop has its own kind too.
+    """
+    set_tqdm_hook(lambda make, args, options: _looped(*args, **options) if args else make(**options))
+    modeling_gguf_pytorch_utils.tqdm = _looped
+
+
+def _looped(items: Iterable[Any], *, desc: str = "", **_: Any) -> Iterator[Any]:
+    return each(items, desc.rstrip(".").lower() or "weights")
 
 
 def turn_on_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:

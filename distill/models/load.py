@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +25,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file, find_adapter_config_file
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, set_tqdm_hook
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from data.hub import hub_id, reach_hub
 from distill.config.layout import find_student, near_path
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
 from distill.models.files.gguf import GGUF, read_gguf, split_as_named
+from distill.models.library_state import loops_as_phases
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
@@ -47,13 +48,6 @@ MOST_LAYERS, WEIGHTS_A_BYTE = 1024, 8  # one bit per weight
 INERT = ("transformers_version", "_name_or_path", "_commit_hash", "use_cache", "dtype", "torch_dtype")
 HASHED = 1 << 24  # values that are hashed at once, to bound memory
 
-
-def _as_phase(make: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """A loop of transformers over weights as a phase; its own bars are only for what it does not iterate over here."""
-    return each(args[0], str(options.get("desc") or "weights").rstrip(".").lower()) if args else make(*args, **options)
-
-
-set_tqdm_hook(_as_phase)
 # A string or a value that begins with a path may have blanks in it; inside a sentence a path ends at a blank.
 _FOLDERS = re.compile(
     r"""(?<=["=])~?(?:/(?:[^/'",;:=\\]|\\u)+)*/(?=[^\s/'",;:])|"""
@@ -216,6 +210,7 @@ def load_model(
     load_pretrained(what, path, lambda local, **_: _refuse_oversized(Path(local), config, trust_remote_code))
     # The hub draws a bar for each file on a terminal.
     with phase(f"loading {path}", show=find_model(what, path) or not sys.stderr.isatty()):
+        loops_as_phases()
         loaded, loading = load_pretrained(what, path, auto_class(config).from_pretrained, **options)
     refuse_incomplete(what, path, type(loaded).__name__, config, loading)
     refuse_two_heads(f"{what} {path!r}", loaded)

@@ -3,10 +3,10 @@
 import contextlib
 import math
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from data.responses.rendered import RenderedPrompt, prompt_lengths
 from data.signals.columns import bytes_per_token
@@ -44,8 +44,8 @@ def plan_lines(config: RunConfig, target: Target, prompts: PromptSets, device: t
         f"  answers        {answers:,} of up to {serving.max_tokens} tokens each: at most {most:,} tokens",
         f"  training       {train.steps:,} steps of {train.batch_size} sequences = {epochs:.3g} epochs; {checkpoints} checkpoints",
         f"  learning rate  {lr or default_lr(draft):g} ({'optim.lr' if lr else 'by the size of the draft'}), {config.optim.name}, {objective}",
-        f"  memory         {_sizes(memory)}; {'' if free is None else f'{_size(free)} free on {device}; '}activations come on top",
-        f"  disk           {_sizes(disk)}; {_size(shutil.disk_usage(there).free)} free",
+        f"  memory         {_sizes(memory)}; {'' if free is None else f'{decimal(free)} free on {device}; '}activations come on top",
+        f"  disk           {_sizes(disk)}; {decimal(shutil.disk_usage(there).free)} free",
     ]
     if (trained := round(config.sequences(train.steps))) < answers:
         enough = math.ceil(answers / config.sequences(1))
@@ -61,18 +61,10 @@ def prompt_lines(prompt: RenderedPrompt, tokenizer: Any) -> list[str]:
     ids, special = list(prompt.prompt_ids), set(tokenizer.all_special_ids)
     texts = zip(ids, token_pieces(tokenizer, ids), strict=True)
     pieces = [f"{token_text(tokenizer, one) if one in special else piece!r} {one}" for one, piece in texts]
-    cut = len(ids) > 2 * SHOWN_TOKENS
-    shown = [pieces[:SHOWN_TOKENS], pieces[-SHOWN_TOKENS:]] if cut else [pieces]
-    between = f"\n  ... {len(ids) - 2 * SHOWN_TOKENS:,} tokens ...\n"
-    rows = [_in_rows(part) for part in shown]
-    return [
-        f"a prompt as the target sees it, {len(ids):,} tokens, text and id of each:",
-        *between.join(rows).split("\n"),
-    ]
-
-
-def _in_rows(pieces: Sequence[str]) -> str:
-    return "\n".join("  " + "  ".join(pieces[start : start + 5]) for start in range(0, len(pieces), 5))
+    between = [f"... {len(ids) - 2 * SHOWN_TOKENS:,} tokens ..."]
+    parts = (pieces[:SHOWN_TOKENS], between, pieces[-SHOWN_TOKENS:]) if len(ids) > 2 * SHOWN_TOKENS else (pieces,)
+    rows = ["  " + "  ".join(part[start : start + 5]) for part in parts for start in range(0, len(part), 5)]
+    return [f"a prompt as the target sees it, {len(ids):,} tokens, text and id of each:", *rows]
 
 
 def _memory(config: RunConfig, target: Target, draft: Any, longest: int, ranks: int) -> dict[str, float]:
@@ -81,9 +73,8 @@ def _memory(config: RunConfig, target: Target, draft: Any, longest: int, ranks: 
     sizes = [(weight.numel(), weight.requires_grad) for weight in draft.parameters()]
     parts: dict[str, float] = {}
     if there:
-        shards = ranks if config.target.shard else 1
-        parts[f"target {facts.dtype}"] = facts.parameters * getattr(torch, facts.dtype).itemsize / shards
-        whole, dtype = without_weights(target.side.config, config.target.trust_remote_code), getattr(torch, facts.dtype)
+        whole, dtype = without_weights(target.side.config, config.target.trust_remote_code), target.dtype
+        parts[f"target {facts.dtype}"] = facts.parameters * dtype.itemsize / (ranks if config.target.shard else 1)
         with contextlib.suppress(UserError, RuntimeError):  # No such cache, or code that asks for values.
             each = cache_bytes_per_request(whole, dtype, longest + config.serving.max_tokens)
             parts[f"cache of {config.serving.batch_size} answers"] = config.serving.batch_size * each
@@ -108,8 +99,4 @@ def _disk(config: RunConfig, target: Target, draft: Any, tokens: int, most: int)
 
 
 def _sizes(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    return ", ".join(f"{name} {decimal(int(size))}" for name, size in parts.items())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from rich.filesize import decimal
 from tiny_training import run_config
 
 from distill import train
@@ -145,16 +146,18 @@ def test_a_run_says_its_plan_and_its_time_and_ends_with_the_screen_of_show(
     assert "never trained on" not in out
     target = load_model("target", str(tiny_target))
     draft = load_model("draft", str(run / "best" / "student"))
-    sizes = [4e-6 * sum(weight.numel() for weight in model.parameters()) for model in (target, draft)]
-    plan = f"target float32 {sizes[0]:.1f} MB, cache of 16 answers 0.4 MB, draft float32 {sizes[1]:.1f} MB, gradients {sizes[1]:.1f} MB, "
-    assert plan in out
+    sizes = [decimal(4 * sum(weight.numel() for weight in model.parameters())) for model in (target, draft)]
+    assert re.search(
+        rf"target float32 {sizes[0]}, cache of 16 answers [\d.]+ kB, draft float32 {sizes[1]}, gradients {sizes[1]}",
+        out,
+    )
     stored = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*.safetensors"))
     stored += sum(path.stat().st_size for path in (run / "checkpoints").rglob("optimizer.bin"))
-    promised = re.search(r"3 checkpoints ([\d.]+) MB, answers ([\d.]+) MB; [\d.,]+ GB free", out)
+    promised = re.search(r"3 checkpoints ([\d.]+) MB, answers ([\d.]+) kB; [\d.,]+ GB free", out)
     assert promised is not None
     assert float(promised[1]) == pytest.approx(stored / 1e6, rel=0.1)
     shards = sum(path.stat().st_size for path in (run / RESPONSES / TRAINING).glob("shard-*"))
-    assert float(promised[2]) == pytest.approx(shards / 1e6, abs=0.05)
+    assert float(promised[2]) == pytest.approx(shards / 1e3, rel=0.3), "files of a few rows have more than rows in them"
 
     forecast = re.search(r"after 20 steps: 0:00:\d\d left, for 3 steps of [\d.e-]+ s and 1 judgements of [\d.]+ s", out)
     assert forecast is not None
