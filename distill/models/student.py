@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from distill.config.sections import LoraConfig, StudentConfig
 from distill.models.carving.channels import WIDTH_FIELDS, channel_scores, trim_mlps
-from distill.models.carving.layers import Layers, carve, filled
+from distill.models.carving.layers import Layers, carve, filled, not_kept
 from distill.models.files.gguf import GGUF
 from distill.models.load import load_model, load_tokenizer, read_config, refusing
 from distill.models.mask_token import give_mask_token
@@ -231,7 +231,7 @@ def outlined_student(config: StudentConfig, target_config: Any, trust_remote_cod
         source = Layers(without_weights(target_config, trust_remote_code))
         shape, reason = source.config_of(source.places(config.layers))
         if shape is None:
-            raise UserError(f"student.layers = {list(config.layers)}: cannot be kept as they are ({reason})")
+            raise not_kept(config.layers, source, reason)
         for field in WIDTH_FIELDS if config.intermediate_size else ():
             if hasattr(shape, field):
                 setattr(shape, field, config.intermediate_size)

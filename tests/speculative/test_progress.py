@@ -74,7 +74,7 @@ def test_what_is_short_is_not_mentioned(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_failed_phase_is_not_said_to_be_done_and_the_next_one_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_phase_has_no_last_line_and_the_next_one_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(ZeroDivisionError), progress.phase("broken"):
         time.sleep(0.3)
         raise ZeroDivisionError

@@ -195,7 +195,12 @@ def carve(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         reason = _difference(target, twin, chosen)
         if not reason:
             return draft
-    raise UserError(
+    raise not_kept(layers, source, reason)
+
+
+def not_kept(layers: Sequence[int], source: Layers, reason: str) -> UserError:
+    """The error of layers that no draft can keep."""
+    return UserError(
         f"student.layers = {list(layers)}: {source.name} cannot keep these layers as they are ({reason}); try other layers, "
         "or student.init: pretrained or config"
     )

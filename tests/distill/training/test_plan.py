@@ -35,7 +35,7 @@ def with_train(tmp_path: Path, **more: Any) -> RunConfig:
     return load_config(path)
 
 
-def test_a_run_makes_three_passes_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_run_makes_three_passes_by_default(tmp_path: Path) -> None:
     config = with_train(tmp_path)
     assert (config.train.epochs, config.train.steps) == (3.0, 0)
     assert config.settled(50_000).train.steps == 4688  # 150,000 / 32, rounded up
