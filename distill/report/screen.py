@@ -13,7 +13,7 @@ from distill.report.measured import engine_parts, load_table, waits_table, ways_
 from distill.report.money import Prices
 from distill.report.sections.money import money_lines, money_table
 from distill.report.table import Cell, Column, Table
-from distill.run.result import ResponseSeen, load_result
+from distill.run.result import ResponseSeen, Result
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.evaluate import Judgement, OnText
 from speculative.measure.replay import agreement_words
@@ -80,7 +80,7 @@ def show_run(run: Path, prices: Prices | None = None) -> None:
     Raises UserError: the run is not finished, or a file of it is damaged.
     """
     verdict, console = load_verdict(run), Console()
-    view = load_result(run / RESULT).token_view
+    view = Result.read(run / RESULT).token_view
     completions = [marked_completion(seen) for seen in view.responses[:SHOWN_RESPONSES]] if view else []
     last_screen(console, run, verdict, completions, run / EXPORT if (run / EXPORT).exists() else None)
     if prices is not None:
