@@ -45,6 +45,13 @@ def _progress(part: Mapping[str, Any]) -> tuple[int, int] | None:
     return (timings["predicted_n"], timings.get("draft_n", 0)) if timings else None
 
 
+def _inputs(weights: str) -> str:
+    """The precision to which ggml's CPU code converts the inputs of a product with these weights (`vec_dot_type`)."""
+    name, floats = weights.split(" ")[-1 if weights.startswith("all") else 0], {"F16": "float16", "BF16": "bfloat16"}
+    by_256 = "_K" in name or (name[:2] in ("IQ", "TQ") and "_NL" not in name)
+    return floats.get(name, "8 bits by 256" if by_256 else "8 bits by 32") if name not in ("", "F32") else ""
+
+
 def gguf_of(model: str, to: Path, weights: str, program: Path) -> Path:
     """Return a model's GGUF file TO-WEIGHTS.gguf, converted if needed; one that is a GGUF file is served as it is.
 
@@ -166,6 +173,8 @@ register(
             counters=named_counters(names_like_vllm("llama.cpp", "llamacpp:", "tokens_predicted")),
             silent=True,
             leaves_room=True,
+            weights_page=("/props", "model_ftype"),
+            inputs_of=_inputs,
             log_lines={
                 r"n_slots = (?P<most>\d+)": "it decodes {most} requests at a time and the others wait (--parallel)",
                 r"kv_unified = 'true'": (

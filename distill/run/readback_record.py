@@ -29,6 +29,8 @@ class GreedyTexts(Record):
     prompts: int = Field(description="prompts compared")
     equal: int = Field(description="texts that are equal token for token")
     near_ties: int = Field(0, description="texts that differ after a near-tie: two best logits equal up to rounding")
+    gap: float = Field(0.0, description="largest gap of two logits at such a near-tie, nats; 0: not measured")
+    moved: float = Field(0.0, description="standard deviation of what the engine's arithmetic does to such gaps, nats")
 
     @property
     def same(self) -> bool:
@@ -59,6 +61,8 @@ class ReadbackRecord(Record):
     format: Literal[3] = Field(3, description="format of this file")
     engine: str = Field(description="name of the engine")
     version: str = Field("", description="version that the server reports")
+    weights: str = Field("", description="precision of its weights that the server reports")
+    inputs: str = Field("", description="precision of the inputs of its products, to which the target is rounded here")
     url: Text = Field(description="URL of the server")
     made: str = Field(description="time of writing, UTC")
     drafting: Drafting | None = Field("autoregressive", description="way of drafting in replay; null without a run")

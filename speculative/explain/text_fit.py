@@ -22,6 +22,9 @@ import torch
 from scipy import special
 from transformers import PreTrainedModel
 
+from speculative.decoder.responses import Response
+from speculative.engine.arithmetic import computing_as
+from speculative.measure.self_checks import STOP_AT, SelfCheckError, first_difference, next_logits
 from speculative.measure.token_scores import StoredText, values_by_text
 from speculative.rules.sampling import SamplingSettings, logits_to_probs
 
@@ -80,21 +83,24 @@ class TextFit:
         return self.p >= LEVEL
 
 
-def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings) -> TextFit:
-    """All tests of these texts under sampling settings that are not greedy. Raises UserError: the target returns NaN."""
+def text_fit(
+    target: PreTrainedModel, texts: Sequence[StoredText], settings: SamplingSettings, inputs: str = ""
+) -> TextFit:
+    """All tests of these texts under sampling settings that are not greedy. inputs: of the engine that wrote them (`computing_as`), whose
+    tokens are sometimes outside the target's own nucleus. Raises UserError: the target returns NaN.
+    """
     assert not settings.greedy, "nothing is sampled at temperature 0"
 
     def columns(logits_RV: torch.Tensor, token_ids_R: torch.Tensor) -> torch.Tensor:
-        probs_RV = logits_to_probs(logits_RV, settings)
-        logs_RV = probs_RV.double().log()
-        weighted_RV = torch.where(probs_RV > 0, probs_RV.double() * logs_RV, 0.0)
-        mean_R = weighted_RV.sum(-1)
-        square_R = torch.where(probs_RV > 0, weighted_RV * logs_RV, 0.0).sum(-1)
-        log_prob_R = logs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1)
+        probs_RV, *of_engine = (logits_to_probs(own_RV, settings) for own_RV in logits_RV.chunk(2 if inputs else 1, -1))
+        logs_RV = probs_RV.double().log().clamp_min(IMPOSSIBLE)
+        weighted_RV = (of_engine[0] if inputs else probs_RV).double() * logs_RV
+        mean_R, square_R = weighted_RV.sum(-1), (weighted_RV * logs_RV).sum(-1)
+        log_prob_R = probs_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1).double().log()
         moments = (log_prob_R, mean_R, square_R - mean_R**2)
         return torch.stack([*_masses(probs_RV, token_ids_R), *moments], 1)
 
-    values = values_by_text(target, texts, columns, 7, "target")
+    values = values_by_text(target, texts, columns, 7, "target", inputs)
     *places, log_prob_T, mean_T, variance_T = np.concatenate(values).T
     p_places = min(uniformity(*places[:2]), uniformity(*places[2:]))
     said_T = np.maximum(log_prob_T, IMPOSSIBLE)
@@ -109,6 +115,22 @@ def text_fit(target: PreTrainedModel, texts: Sequence[StoredText], settings: Sam
         int(np.isneginf(log_prob_T).sum()),
         [values_T7[:, 4] for values_T7 in values],
     )
+
+
+def parting(target: PreTrainedModel, exact: Response, served: Response, inputs: str) -> tuple[float, float]:
+    """Where a greedy text leaves the target's: (gap from the largest logit to the lower one of the two tokens, standard deviation of what
+    the engine's arithmetic, `computing_as`, does to the difference of two logits there) in nats; SelfCheckError if it is not that.
+    """
+    place = first_difference(exact, served)
+    exact_V = next_logits(target, exact, place)
+    with computing_as(target, inputs):
+        served_V = next_logits(target, exact, place)
+    gap = float(exact_V.max() - exact_V[[exact.response_ids[place], served.response_ids[place]]].min())
+    moved = float((served_V - exact_V)[exact_V.isfinite()].std()) * 2**0.5
+    if not gap <= STOP_AT * moved:
+        what = f"a gap of {gap:.2g} nats, which inputs in {inputs} move by {moved:.2g}"
+        raise SelfCheckError(f"prompt {exact.key!r} differs at token {place} after {what}")
+    return gap, moved
 
 
 @dataclass(frozen=True)

@@ -252,21 +252,32 @@ def _beside_noise(how: str, alpha: float, noise: Noise, dtype: torch.dtype, coin
     ]
 
 
-def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None) -> NearTie:
-    """The position where two greedy texts differ, and the gap; raises SelfCheckError if it is more than rounding. noise: by default the
-    least of the dtype.
-    """
+def first_difference(plain: Response, speculative: Response) -> int:
+    """The first place where two greedy texts differ; SelfCheckError if one is the beginning of the other."""
     pairs = zip(plain.response_ids, speculative.response_ids, strict=False)
-    position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-    if position is None:
+    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None:
         raise SelfCheckError(
             f"speculative greedy text of prompt {plain.key!r} ends after {len(speculative.response_ids)} tokens, "
             f"plain greedy text after {len(plain.response_ids)}"
         )
-    context = torch.tensor([[*plain.prompt_ids, *plain.response_ids[:position]]], device=target.device)
+    return place
+
+
+def next_logits(target: PreTrainedModel, text: Response, place: int) -> torch.Tensor:
+    """Float64 logits (V,) for the token at a place of a response, by a plain forward."""
+    context = torch.tensor([[*text.prompt_ids, *text.response_ids[:place]]], device=target.device)
     keep = {"logits_to_keep": 1} if takes_logits_to_keep(target) else {}
     with evaluating(target):
-        logits_V = target(input_ids=context, use_cache=False, **keep).logits[0, -1].double()
+        return target(input_ids=context, use_cache=False, **keep).logits[0, -1].double()
+
+
+def near_tie(target: PreTrainedModel, plain: Response, speculative: Response, noise: Noise | None = None) -> NearTie:
+    """The position where two greedy texts differ, and the gap; raises SelfCheckError if it is more than rounding. noise: by default the
+    least of the dtype.
+    """
+    position = first_difference(plain, speculative)
+    logits_V = next_logits(target, plain, position)
     candidates = logits_V[[plain.response_ids[position], speculative.response_ids[position]]]
     gap = float((logits_V.max() - candidates.min()) / logits_V.abs().max())
     tolerance = STOP_AT * (noise or least_noise(target.dtype)).gap

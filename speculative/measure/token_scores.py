@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from speculative.engine.arithmetic import computing_as
 from speculative.engine.models import evaluating, mask_token_of, masked_pass, takes_logits_to_keep, vocab_rows
 from speculative.errors import UserError
 from speculative.progress import each
@@ -165,8 +166,10 @@ def values_by_text(
     values_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     width: int,
     who: str,
+    inputs: str = "",
 ) -> list[np.ndarray]:
-    """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64. Raises UserError, with `who`
+    """Values (T, K = width) per text, in order, from `values_of` (logits_RV, token_ids_R) -> (R, K) float64. inputs: the logits are then
+    (R, 2V), those of the model and after them those of `computing_as`. Raises UserError, with `who`
     as the name of the model, if it returns NaN or infinite logits.
     """
     values: list[np.ndarray] = [np.zeros((0, width)) for _ in texts]
@@ -174,6 +177,10 @@ def values_by_text(
         # Not around `values_of`, whose own code might want gradients.
         with evaluating(model):
             logits_RV, ids_R = _response_logits(model, [texts[index] for index in batch])
+            if inputs:
+                with computing_as(model, inputs):
+                    served_RV, _ = _response_logits(model, [texts[index] for index in batch])
+                logits_RV = torch.cat([logits_RV, served_RV], -1)
         flat_RK = _finite_values(values_of, logits_RV, ids_R, who)
         ends = np.cumsum([len(texts[index].response_ids) for index in batch])
         for index, values_TK in zip(batch, np.split(flat_RK, ends[:-1]), strict=True):

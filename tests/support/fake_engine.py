@@ -41,7 +41,7 @@ class Behaviour:
     greedy_shift: added to the last id of greedy text. wrong: counts that replace its own. dies_after: requests. resets_at: the request
     before which the counters begin again. fails: every request. slow: seconds before an answer; pause: before each
     further event. most: requests that it decodes at a time; the others wait. llama: as llama-server, which sends a part for each token, and
-    in it the counts so far.
+    in it the counts so far. weights: the precision that llama-server states on /props.
     """
 
     name: str = "tiny"
@@ -61,6 +61,7 @@ class Behaviour:
     pause: float = 0.0
     most: int = 1000
     llama: bool = False
+    weights: str = ""
 
 
 @dataclass(eq=False)
@@ -172,7 +173,7 @@ class FakeEngine(ServedEngine):
         return _FakePages(self).app()
 
     def models(self) -> dict[str, Any]:
-        owner = "llamacpp" if self.behaviour.llama else "vllm"
+        owner = "llamacpp" if self.behaviour.llama or self.behaviour.weights else "vllm"
         return {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": owner}]}
 
     def head(self, job: Job, stream: bool = False) -> dict[str, Any]:
@@ -270,7 +271,12 @@ class _FakePages(Pages):
     def app(self) -> Starlette:
         pages = super().app()
         pages.routes.append(Route("/v1/embeddings", self.models, methods=["POST"]))
+        pages.routes.append(Route("/props", self.props))
         return pages
+
+    async def props(self, request: Request) -> Response:
+        weights = self.engine.behaviour.weights
+        return JSONResponse({"build_info": "b1", "model_ftype": weights}) if weights else Response(status_code=404)
 
     async def metrics(self, request: Request) -> Response:
         return await super().metrics(request) if self.engine.behaviour.counters else Response(status_code=404)

@@ -61,7 +61,7 @@ def write_model(
     kind: str = "F32",
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """A whole Llama with a tied head. tokens: metadata of its tokenizer. kind: of its matrices, such as F16 or Q4_1. extra: more tensors."""
+    """A whole Llama with a tied head. tokens: metadata of its tokenizer. kind: of its matrices, e.g. F16 or Q4_1. extra: more tensors."""
     config, type_of = model.config, gguf.GGMLQuantizationType[kind]
     file = gguf.GGUFWriter(path, "llama")
     file.add_block_count(config.num_hidden_layers)

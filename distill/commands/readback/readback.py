@@ -28,7 +28,7 @@ from distill.run.readback_record import GreedyTexts, ReadbackRecord, TextFitReco
 from distill.run.verdict_record import WAYS
 from speculative.decoder.responses import Response
 from speculative.errors import UserError
-from speculative.explain.text_fit import TextFit, text_fit
+from speculative.explain.text_fit import TextFit, parting, text_fit
 from speculative.measure.engine_blocks import Decoded
 from speculative.measure.self_checks import SelfCheckError, near_tie
 from speculative.rules.rule import RULES
@@ -62,6 +62,7 @@ def readback_command(options: ReadbackOptions, console: Console | None = None) -
         if earlier is not None and earlier.url == options.url and greedy_file.has(aside, greedily):
             # Nothing more is asked of it, so it may be gone, or the engine without the draft may have its address.
             clients[0].engine, clients[0].version = engine_in(earlier.engine), earlier.version
+            clients[0].weights = earlier.weights
         else:
             if len({client.root for client in clients}) < len(clients):
                 raise UserError(
@@ -105,7 +106,7 @@ def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
     return clients
 
 
-def _text_fit(replies: Replies, source: Source) -> tuple[TextFit | None, list[str]]:
+def _text_fit(replies: Replies, source: Source, inputs: str) -> tuple[TextFit | None, list[str]]:
     """Return (the test of the sampled text against the target, notes on why it was not run)."""
     if source.target.config.endpoint is not None:
         return None, ["the target's weights are on a server, so the distribution of the text is not tested"]
@@ -115,13 +116,14 @@ def _text_fit(replies: Replies, source: Source) -> tuple[TextFit | None, list[st
     pairs = zip(replies.texts, replies.answers, strict=True)
     texts = [Decoded(own.prompt_ids, answer.ids or [], []) for own, answer in pairs]
     with source.target.loaded() as model:
-        return text_fit(model, texts, replies.settings.sampling), []
+        return text_fit(model, texts, replies.settings.sampling, inputs), []
 
 
 def _record(
     options: ReadbackOptions, source: Source, client: EngineClient, main: Replies, greedy: Replies | None
 ) -> ReadbackRecord:
-    fit, notes = _text_fit(main, source) if not main.settings.sampling.greedy else (None, [])
+    inputs = client.engine.dialect.inputs_of(client.weights)
+    fit, notes = _text_fit(main, source, inputs) if not main.settings.sampling.greedy else (None, [])
     try:
         judged = source.judge(main, fit, client.engine.name)
     except UserError as error:
@@ -130,7 +132,7 @@ def _record(
     if main.left_out:
         notes.append(f"{main.left_out} answers are left out: the server does not list all their token ids")
     causes = text_causes(fit) if fit is not None else []
-    texts, more = _greedy_texts(greedy, source.target)
+    texts, more = _greedy_texts(greedy, source.target, inputs)
     causes += judged.causes + more + ([f"counters: {main.reset}"] if main.reset else [])
     served, speed = served_row(main, counted, judged.rule, judged.gamma, judged.tau_ci, options.concurrency)
     alone = [] if speed.plain is None else [plain_row(main, served, speed.plain)]
@@ -138,6 +140,8 @@ def _record(
         format=3,
         engine=client.engine.name,
         version=client.version,
+        weights=client.weights,
+        inputs=inputs,
         url=options.url,
         drafting=judged.drafting,
         source=counted.source,
@@ -159,11 +163,11 @@ def _record(
     )
 
 
-def _greedy_texts(replies: Replies | None, target: Target) -> tuple[GreedyTexts | None, list[str]]:
-    """Return (comparison of greedy texts, the cause if they differ beyond near-ties)."""
+def _greedy_texts(replies: Replies | None, target: Target, inputs: str) -> tuple[GreedyTexts | None, list[str]]:
+    """Return (comparison of greedy texts, the cause if they differ by more than the engine's arithmetic or near-ties)."""
     if replies is None:
         return None, []
-    equal = ties = 0
+    equal, ties, partings = 0, 0, list[tuple[float, float]]()
     worst = ""
     for text, answer in zip(replies.texts, replies.answers, strict=True):
         if answer.ids is None:
@@ -176,14 +180,19 @@ def _greedy_texts(replies: Replies | None, target: Target) -> tuple[GreedyTexts 
         elif target.config.endpoint is not None or not answer.ids:
             worst = worst or f"prompt {text.key} differs"
         else:
-            said = Response(text.key, text.prompt_ids, response_ids=answer.ids)
+            served = Response(text.key, text.prompt_ids, response_ids=answer.ids)
+            exact = replace(served, response_ids=text.response_ids)
             try:
                 with target.loaded() as model:
-                    near_tie(model, replace(said, response_ids=text.response_ids), said)
+                    if inputs:
+                        partings.append(parting(model, exact, served, inputs))
+                    else:
+                        near_tie(model, exact, served)
                 ties += 1
             except SelfCheckError as error:
                 worst = worst or str(error)
-    texts = GreedyTexts(prompts=len(replies.answers), equal=equal, near_ties=ties)
+    gap, moved = max(partings, default=(0.0,))[0], sum(one[1] for one in partings) / max(1, len(partings))
+    texts = GreedyTexts(prompts=len(replies.answers), equal=equal, near_ties=ties, gap=gap, moved=moved)
     if not worst:
         return texts, []
     told = (

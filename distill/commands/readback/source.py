@@ -17,6 +17,7 @@ from distill.commands.readback.speed import speed_checks
 from distill.commands.target import check_room, open_target
 from distill.config.layout import EXPORT, HELDOUT_GREEDY, RESPONSES, VERDICT
 from distill.export.load_table import drafts_by, gamma_plan
+from distill.models.files.gguf import GGUF
 from distill.models.target import Target
 from distill.run.heldout_set import HeldoutSet, load_heldout_set
 from distill.run.prompts import command_rows, render_rows
@@ -149,7 +150,14 @@ def of_run(options: ReadbackOptions, run: Path) -> Iterator[Source]:
     settings = decode_settings(heldout.config.serving, heldout.config.seed + _SEED, heldout.target)
     settings = replace(settings, max_tokens=heldout.manifest["max_tokens"])
     settings = settings if not heldout.rule.greedy else settings.at_temperature_0()
-
+    target, path = heldout.target, options.target
+    if heldout.config.target.path.endswith(GGUF) and target.facts.dtype != "float32":
+        path = path or heldout.config.target.path
+    if path:
+        target = open_target(path, "auto", "")
+        target.tokenizer = heldout.target.tokenizer
+        # The draft is rounded as it was exported, for the run's target.
+        heldout = heldout if options.target else replace(heldout, target=target)
     judge = functools.partial(_judge, options, heldout, verdict)
     speed = None
     if options.speed:
@@ -158,12 +166,9 @@ def of_run(options: ReadbackOptions, run: Path) -> Iterator[Source]:
         if (count := len(heldout.responses)) < (most := max(verdict.engine.ratios)):
             raise UserError(f"--speed: {count} prompts for {most} concurrent requests; give more prompts")
         speed = functools.partial(speed_checks, verdict, run)
-    target, texts = heldout.target, heldout.responses
-    if options.target:
-        target = open_target(options.target, "auto", "")
-        target.tokenizer = heldout.target.tokenizer
+    texts = heldout.responses
     with target.single_load():
-        if options.target:
+        if path:
             prompts = [(text.key, text.prompt_ids) for text in texts]
             with target.loaded() as model:
                 greedy = decode_heldout(model, prompts, settings.at_temperature_0(), "")

@@ -57,11 +57,11 @@ class EngineClient(EndpointTarget):
         self.root = root_of(url)  # the server itself, where its counters are
         super().__init__(Endpoint(url=f"{self.root}/v1", retries=0, **how), tokenizer, vocab_rows)
         self.engine: Engine = UNKNOWN
-        self.version = ""
+        self.version = self.weights = ""
         self.timed = False  # whether only time and counts matter, not token ids
 
     def identify(self) -> None:
-        """Find the engine's name and version, as far as it states them, and check that its tokenizer is ours.
+        """Find the engine's name, version and precision, as far as it states them, and check that its tokenizer is ours.
 
         Raises UserError: no server, another tokenizer, or several models and no --model.
         """
@@ -75,7 +75,9 @@ class EngineClient(EndpointTarget):
             if isinstance(value, str) and value:
                 self.version = value
                 self.engine = engine if self.engine is UNKNOWN else self.engine
-                return
+                break
+        path, key = self.engine.dialect.weights_page
+        self.weights = str(_json(_page(self.root + path, self.key)).get(key, "")) if path else ""
 
     def ask(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Answer:
         """Ask for one response and time it.

@@ -51,8 +51,10 @@ class Dialect:
     that return counts and token ids. timed: of a timed request with a seed instead, whose prompt no cache has. closes_streams: it closes a
     connection after every stream without announcing it, and a request at that moment would get no answer. progress: (tokens, drafted
     tokens) since the start of a response in a part of a stream. silent: it leaves its counts out where nothing was drafted.
-    leaves_room: for the target's own token at the end of a response. log_lines: what it writes in its log, and what that says of slow
-    steps; `most` in a pattern: requests at a time, which explains steps at higher loads only.
+    leaves_room: for the target's own token at the end of a response. weights_page: (path, key) of a page that states the precision
+    of its weights. inputs_of: to which `speculative.engine.arithmetic` it rounds the inputs of products with such weights.
+    log_lines: what it writes in its log, and what that says of slow steps; `most` in a pattern: requests at a time, which explains
+    steps at higher loads only.
     """
 
     owners: tuple[str, ...] = ()
@@ -66,6 +68,8 @@ class Dialect:
     counters: Callable[[Page], DraftCounts | None] = lambda page: None
     silent: bool = False
     leaves_room: bool = False
+    weights_page: tuple[str, str] = ("", "")
+    inputs_of: Callable[[str], str] = lambda weights: ""
     log_lines: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -23,6 +23,7 @@ from distill.commands.readback.comparison import pace, served_texts
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback_command
 from distill.engines.protocol.client import Answer
+from distill.engines.protocol.engine import known_engines
 from distill.report.page import write_page
 from distill.report.sections.readback import readback_lines, readback_tables
 from distill.run.heldout_set import HeldoutSet
@@ -248,6 +249,27 @@ def test_other_numerics_than_the_runs_are_replayed_if_they_are_named(
     found = read(engine, run, target=str(tmp_path), draft="served.gguf")
     assert (found.agrees, found.greedy.equal, found.causes) == (True, 10, [])
     assert asked == [str(run), "served.gguf"]
+
+
+def test_texts_may_differ_by_what_the_engines_arithmetic_does(
+    make: Callable[..., FakeEngine], run: Path, heldout: HeldoutSet
+) -> None:
+    """Errors of the size of 8-bit inputs are reported with their size; larger ones stay a disagreement."""
+    with heldout.target.loaded() as target:
+        near, far = (perturbed(target, scale, seed=5) for scale in (0.001, 0.03))
+    assert "greedy" in starts(read(make(target=near), run)), "in float32 they are no near-ties"
+    found = read(make(target=near, weights="Q4_1"), run)
+    assert (found.agrees, found.causes) == (True, [])
+    assert (found.engine, found.weights, found.inputs) == ("llama.cpp", "Q4_1", "8 bits by 32")
+    assert found.greedy.near_ties > 0
+    assert 0 < found.greedy.gap < 3 * 2 * found.greedy.moved
+    assert any("Q4_1 weights, inputs in 8 bits by 32" in line for line in readback_lines(found))
+    assert not read(make(target=far, weights="Q4_1"), run).agrees
+    assert not read(make(target=near, weights="F16"), run).agrees, "16 bits move logits less"
+    assert read(make(weights="all F32"), run).inputs == ""
+    inputs = known_engines()["llama.cpp"].dialect.inputs_of
+    precisions = {"Q4_K - Medium": "8 bits by 256", "IQ4_NL - 4.5 bpw": "8 bits by 32", "BF16": "bfloat16", "": ""}
+    assert {weights: inputs(weights) for weights in precisions} == precisions
 
 
 def test_the_served_speed_up_is_of_the_same_engine_without_the_draft(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from dataclasses import replace
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import special
-from tiny_models import tiny_model
+from tiny_models import perturbed, tiny_model
 
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response
-from speculative.explain.text_fit import CERTAIN, TILTS, evidence_of, text_fit
+from speculative.engine.arithmetic import computing_as
+from speculative.explain.text_fit import CERTAIN, TILTS, evidence_of, parting, text_fit
+from speculative.measure.self_checks import SelfCheckError
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
 SETTINGS = SamplingSettings(0.8, 0, 0.95, 0.0)
@@ -56,6 +59,53 @@ def test_the_targets_own_text_passes_at_about_its_level(target: Any) -> None:
     assert min(values) > 1e-3
     # Two tests share each p, corrected: none is too often small.
     assert sum(value < 0.2 for value in values) <= 9
+
+
+def texts_of_engine(target: Any, inputs: str, sampling: SamplingSettings, count: int, seed: int = 0) -> list[Response]:
+    """Text of a model that computes so, by whole forwards."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_RT = torch.tensor([[1 + number % 50, 1 + number // 50, 3] for number in range(count)])
+    start = ids_RT.shape[1]
+    with torch.no_grad(), computing_as(target, inputs):
+        for _ in range(24):
+            probs_RV = logits_to_probs(target(ids_RT).logits[:, -1], sampling)
+            ids_RT = torch.cat([ids_RT, torch.multinomial(probs_RV, 1, generator=generator)], 1)
+    return [Response(str(row), ids[:start], response_ids=ids[start:]) for row, ids in enumerate(ids_RT.tolist())]
+
+
+def test_the_arithmetic_of_the_engine_is_no_other_text(target: Any) -> None:
+    """Tokens at the edge of the nucleus are the engine's own. Another model's text is refused under the same arithmetic."""
+    inputs = "8 bits by 256"
+    texts = texts_of_engine(target, inputs, SETTINGS, 900)
+    exact, allowed = text_fit(target, texts, SETTINGS), text_fit(target, texts, SETTINGS, inputs)
+    assert exact.impossible == allowed.impossible > 0
+    assert not exact.same
+    assert allowed.same
+    assert exact.log_prob == allowed.log_prob
+    assert allowed.expected < exact.expected
+    other = texts_of_engine(perturbed(target, 0.03), inputs, SETTINGS, 900)
+    assert not text_fit(target, other, SETTINGS, inputs).same
+
+
+def test_greedy_texts_part_where_the_arithmetic_moves_logits_past_each_other(target: Any) -> None:
+    exact = texts_of_engine(target, "", GREEDY, 200)
+    partings = []
+    for one, served in zip(exact, texts_of_engine(target, "8 bits by 32", GREEDY, 200), strict=True):
+        if one.response_ids != served.response_ids:
+            partings.append(parting(target, one, served, "8 bits by 32"))
+    assert len(partings) > 5
+    assert max(gap / moved for gap, moved in partings) < 3
+    faults = 0
+    for one, served in zip(exact, texts_of_engine(perturbed(target, 0.03), "8 bits by 32", GREEDY, 200), strict=True):
+        if one.response_ids != served.response_ids:
+            with contextlib.suppress(SelfCheckError):
+                parting(target, one, served, "8 bits by 32")
+                continue
+            faults += 1
+    assert faults > 20
+    shorter = Response("0", exact[0].prompt_ids, response_ids=exact[0].response_ids[:9])
+    with pytest.raises(SelfCheckError, match="ends after 9 tokens, plain greedy text after 24"):
+        parting(target, exact[0], shorter, "8 bits by 32")
 
 
 @pytest.mark.parametrize(
