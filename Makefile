@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo loop target check test explore engines peers prove bench docs clean
+.PHONY: help setup demo loop smollm2 target check test explore engines peers prove bench docs clean
 
 help:            ## what there is
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(VENV)/ready  ## make the virtual environment and install everything, the tested versions
 
@@ -21,6 +21,9 @@ demo: setup      ## distil, judge and export a draft for the embedded target (7 
 
 loop: setup      ## the closed loop: traffic shifts, the draft is retrained and takes over (6 minutes on 2 cores; after `make engines` in vLLM, 14)
 	$(BIN)/python bench/closed_loop.py
+
+smollm2: setup   ## a draft for a real instruct model, SmolLM2-135M in 4 bits: fetch, train, judge, export; in llama.cpp after `make engines` (docs/smollm2.md)
+	$(BIN)/python bench/smollm2.py --out bench/results/smollm2_cpu.json
 
 target: setup    ## train the embedded target again, from the standard library's source (an hour or more on 2 cores)
 	$(BIN)/python bench/train_target.py --judge-every 250 --to runs/target-16 --run runs/target
@@ -41,7 +44,7 @@ test: setup      ## all tests (6 to 15 minutes on 2 cores; more cores: make test
 	@unset PYTHONDONTWRITEBYTECODE; started=$$(date +%s); status=0; said=$$(mktemp); \
 	{ beside=0; $(BIN)/python -m pytest -m device $(TIMES)/device.xml || beside=1; $(BIN)/python -m pytest -m ranks $(TIMES)/ranks.xml || beside=1; exit $$beside; } > $$said 2>&1 & \
 	beside=$$!; trap 'kill $$beside 2> /dev/null; rm -f $$said' EXIT; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" $(TIMES)/main.xml || status=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks and not real" $(TIMES)/main.xml || status=1; \
 	wait $$beside || status=1; cat $$said; \
 	seconds=$$(($$(date +%s) - started)); echo "make test took $$((seconds / 60)) min $$((seconds % 60)) s"; exit $$status
 
@@ -84,7 +87,7 @@ JOBS ?= 2
 peers: setup .venv-openvino/ready .venv-llamacpp/ready  ## OpenVINO GenAI and llama.cpp for bench/peers.py (3 GB, 15 minutes; wants cmake and a C++ compiler)
 
 explore: setup   ## the property tests with examples that no run had before; for the night
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks" --hypothesis-profile explore
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not device and not engine and not loop and not ranks and not real" --hypothesis-profile explore
 
 prove: setup     ## the statistical claims with simulations of full size (make test runs them small)
 	UNDERSTUDY_PROVE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 7200 -o faulthandler_timeout=0 -m simulation

@@ -31,7 +31,13 @@ from function_heads import write_heads
 # torch, and what imports it, is imported where it is used: workers start when the process that hands out tests has read this.
 gc.disable()  # until all tests are imported: that takes a fifth longer with it
 _device = contextlib.ExitStack()
-APART = ("device", "engine", "loop", "ranks")  # marks of tests that `make test` runs by themselves, or not at all
+APART = (
+    "device",
+    "engine",
+    "loop",
+    "ranks",
+    "real",
+)  # marks of tests that `make test` runs by themselves, or not at all
 # The same examples each time; `make explore` draws new ones. Here, because a test's own settings start from the loaded profile.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)

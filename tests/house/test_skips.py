@@ -9,6 +9,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 # `gpu` and `device` are skipped by conftest; a browser is no Python package; engines live in an environment of their own.
 MAY_SKIP = {
+    "bench/test_smollm2.py",  # the real tokenizer, if `make smollm2` has fetched it
     "conftest.py",
     "distill/report/test_report_browser.py",
     "engines/test_engine_loop.py",
@@ -40,7 +41,7 @@ def test_no_test_is_skipped_for_a_missing_package() -> None:
     assert found.keys() <= MAY_SKIP, found
 
 
-@pytest.mark.parametrize("mark", ["device", "engine", "loop", "ranks"])
+@pytest.mark.parametrize("mark", ["device", "engine", "loop", "ranks", "real"])
 def test_a_mark_that_runs_by_itself_stands_in_the_files_it_is_looked_for_in(mark: str) -> None:
     """tests/conftest.py reads for it before it imports: a mark that a helper gives would leave its tests out."""
     assert any(
