@@ -106,7 +106,8 @@ def main(
 
     write_log(folder / "own.jsonl", store.rows(), texts, tokenizer, stated, eos)
     cells["logged"] = programs.measure("logged", {"path": str(folder / "own.jsonl")}, "data.responses=logged")
-    cells["logged"]["log"] = json.loads((folder / "logged" / RESPONSES / LOGGED).read_text(encoding="utf-8"))
+    log = json.loads((folder / "logged" / RESPONSES / LOGGED).read_text(encoding="utf-8"))
+    cells["logged"]["log"] = {name: log[name] for name in ("taken", "left_out", "median_log_probs")}
 
     others = Store(folder / "other" / RESPONSES / TRAINING)
     others.open(store.manifest())
@@ -117,7 +118,7 @@ def main(
     _, refusal = programs.run(
         "distill.respond", "refused", {"path": str(folder / "other.jsonl")}, "data.responses=logged"
     )
-    cells["other"] = programs.measure("other", source) | {"refusal": refusal}
+    cells["other"] = programs.measure("other", source) | {"refusal": refusal.partition(": the answers")[2]}
     write_result(out, result)
 
 

@@ -1,16 +1,21 @@
 """`data.responses: logged`: the target's own answers are taken from logs, others are not, and the rest is answered."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from refusals import refused
-from tiny_training import fresh_accelerator, merged, small_config, write_target
+from tiny_training import fresh_accelerator, merged, small_config, tiny_tokenizer, write_target
 
+from data.prompts.logs import LoggedAnswer
+from data.prompts.prompt import Template
+from data.responses.rendered import RenderedPrompt
 from data.responses.store import Row
 from distill import respond
 from distill.config.layout import LOGGED, RESPONSES
@@ -19,7 +24,9 @@ from distill.models.target import Target
 from distill.run import logged as taking
 from distill.run.responses import RunData
 from distill.run.run import Run
+from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.rules.sampling import SamplingSettings
 
 SERVING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 24, "shard_size": 8, "batch_size": 8}
 STATED = {"temperature": 0.8, "top_p": 0.95}
@@ -220,3 +227,30 @@ def test_token_ids_of_another_vocabulary_are_one_line(folder: Path, fresh: list[
     log = log_of(folder / "large.jsonl", fresh, lambda number, asked, choice: choice.update(token_ids=[number, 5000]))
     message = refused(rows_of, folder, "large", folder / "target", log, responses="logged")
     assert re.match(rf"{log}:\d+: the answer has token 5000, but the target has 300 rows", message)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_is_split_again_and_gets_the_token_that_ended_it(chat: bool) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    second = tokenizer.convert_ids_to_tokens(2)
+    turns = "{% for m in messages %}{{ m['content'] }}" + second + "\n{% endfor %}"
+    tokenizer.chat_template = turns if chat else None
+    template = Template(mode="chat" if chat else "plain")
+    run = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(template=template)))
+    target = SimpleNamespace(facts=SimpleNamespace(vocab_rows=300))
+    text = "return first + second"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+
+    def row(finished: bool, most: int = 40, logged_ids: list[int] | None = None) -> Row:
+        settings = DecodeSettings(SamplingSettings(), max_tokens=most, eos_ids=(1, 2))
+        answers = taking.LoggedAnswers(run, target, tokenizer, settings)  # type: ignore[arg-type]
+        answer = LoggedAnswer("log.jsonl:1", "m", text, logged_ids or [], finished, {}, [])
+        return answers._row(RenderedPrompt("key", "d", (7, 8)), answer)
+
+    assert row(True).input_ids == [7, 8, *ids, 2 if chat else 1], "the template says which of two ends a turn"
+    assert row(True).finished
+    assert row(False).input_ids == [7, 8, *ids], "cut by the server's max_tokens, or by a string"
+    assert not row(False).finished
+    assert row(True, most=3).response_ids == ids[:3]
+    assert not row(True, most=3).finished
+    assert row(True, logged_ids=[9, 10, 2]).response_ids == [9, 10, 2]
