@@ -3,12 +3,12 @@
     make peers                                                             # the environments of the other engines
     python bench/peers.py --target DIR --draft DIR --prompts FILE --chat --out bench/results/peers.json
 
-Greedy, token ids in and out, float32 weights; `--weights bfloat16` is f16 in llama.cpp, and `int8` (weights alone, each output a
-scale; what is no matrix product in bfloat16) Q8_0. Texts may part at near-ties there. A prompt is used only if the target's answer has `--max-tokens` tokens
-without an end token, so all engines generate the same number. Engines take turns prompt by prompt, or chunk by chunk if
-several prompts are decoded at once, in another order each time, because machine speed drifts. A rate is the tokens divided by
-the sum of each prompt's median seconds over the rounds; `best` uses each prompt's least. Seconds run from call to
-return in the engine, prompt included.
+Greedy, token ids in and out, float32 weights; `--weights bfloat16` is f16 in llama.cpp, and `int8` (weights alone, each
+output a scale; what is no matrix product in bfloat16) Q8_0. Texts may part at near-ties there. A prompt is used only if the
+target's answer has `--max-tokens` tokens without an end token, so all engines generate the same number. Engines take turns
+prompt by prompt, or chunk by chunk if several prompts are decoded at once, in another order each time, because machine speed
+drifts. A rate is the tokens divided by the sum of each prompt's median seconds over the rounds; `best` uses each prompt's
+least. Seconds run from call to return in the engine, prompt included.
 """
 
 from __future__ import annotations

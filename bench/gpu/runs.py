@@ -24,7 +24,7 @@ from distill.config.layout import EXPORT, JUDGEMENT, METRICS, RESPONSES, VERDICT
 from gpu.pieces import join
 from gpu.place import ROOT, Place, end_tree, tried
 
-TRAIN, RESPOND, EXPORT_COMMAND = (("-m", "distill.cli", name) for name in ("train", "respond", "export"))
+TRAIN, RESPOND, EXPORT_COMMAND = (("-P", "-m", "distill.cli", name) for name in ("train", "respond", "export"))
 WORST_Z = 3.0
 HEADS = "def count_{}(values):", "class Reader{}:", "import module_{}\n", "# part {}\n", "for number in range({}):"
 TINY = (

@@ -68,7 +68,10 @@ class Child:
     """A worker's process. It converts the models once, and ends with this process however that ends."""
 
     def __init__(self, name: str, work: Path, models: dict[str, Path], weights: str, stack: ExitStack) -> None:
-        """models: folders of `target` and `draft`. weights: their type in the engine. stack: ends the process. Raises UserError: it cannot be had."""
+        """models: folders of `target` and `draft`. weights: their type in the engine. stack: ends the process.
+
+        Raises UserError: it cannot be had.
+        """
         script, environment = WORKERS[name]
         python = ROOT / environment / "bin/python"
         python = python if environment and python.exists() else Path(sys.executable)

@@ -29,7 +29,8 @@ class Setting:
     """What an engine is opened for.
 
     target, draft: what `convert` gave for them; draft is None for the target alone, and gamma 0 then.
-    weights: float32, bfloat16 or int8, of target and draft. batch: prompts of a request. context: tokens that a prompt and its response need at most.
+    weights: float32, bfloat16 or int8, of target and draft. batch: prompts of a request.
+    context: tokens that a prompt and its response need at most.
     """
 
     target: str

@@ -67,8 +67,8 @@ class TrainOptions(LaunchOptions):
 
     understudy train my.yaml --num-processes 8 --config-file configs/accelerate/fsdp2.yaml
 
-    It begins with its plan: prompts, steps, memory, disk. The same command continues an interrupted run. With --num-processes it starts Accelerate's launcher, as
-    `accelerate launch -m distill.train my.yaml` does.
+    It begins with its plan: prompts, steps, memory, disk. The same command continues an interrupted run. With --num-processes
+    it starts Accelerate's launcher, as `accelerate launch -m distill.train my.yaml` does.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]

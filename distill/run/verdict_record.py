@@ -157,13 +157,15 @@ class Verdict(Record):
             pace = f"{run.speed_up:.2f}x{ends} as fast as the target alone"
             headline = f"Run the draft {where}: {pace}, predicted from its step times."
         ours = f"Timed {OUR_DECODER}: {self.headline.replace(f' {OUR_DECODER}', '')}"
-        kept = self.outcome in ("no_measurable_gain", "loss")
+        outcome = "pays_off" if run.gamma else "no_speed"
+        if self.outcome in ("no_measurable_gain", "loss"):
+            outcome = self.outcome
         return timed.model_copy(
             update={
                 "headline": headline,
                 "facts": [*([ours] if self.run else []), *self.facts],
                 "pays": bool(run.gamma),
-                "outcome": self.outcome if kept else "pays_off" if run.gamma else "no_speed",
+                "outcome": outcome,
             }
         )
 

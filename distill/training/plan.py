@@ -1,4 +1,4 @@
-"""What a run is going to do, before it does it: prompts, answers, steps, memory and disk, as lines; and one prompt as the target sees it."""
+"""What a run is going to do: prompts, answers, steps, memory and disk, as lines; and one prompt as the target sees it."""
 
 import contextlib
 import math
@@ -39,11 +39,12 @@ def plan_lines(config: RunConfig, target: Target, prompts: PromptSets, device: t
     checkpoints = 1 + -(-train.steps // config.judge.every)
     memory, disk = _memory(config, target, draft, int(lengths.max()), ranks), _disk(config, target, draft, tokens, most)
     free, there = free_bytes(device), next(path for path in config.folder.absolute().parents if path.exists())
+    rate = f"{lr or default_lr(draft):g} ({'optim.lr' if lr else 'by the size of the draft'})"
     lines = [
         f"  prompts        {len(prompts.train):,} to train on ({tokens:,} tokens), {len(prompts.heldout):,} held out",
         f"  answers        {answers:,} of up to {serving.max_tokens} tokens each: at most {most:,} tokens",
         f"  training       {train.steps:,} steps of {train.batch_size} sequences = {epochs:.3g} epochs; {checkpoints} checkpoints",
-        f"  learning rate  {lr or default_lr(draft):g} ({'optim.lr' if lr else 'by the size of the draft'}), {config.optim.name}, {objective}",
+        f"  learning rate  {rate}, {config.optim.name}, {objective}",
         f"  memory         {_sizes(memory)}; {'' if free is None else f'{decimal(free)} free on {device}; '}activations come on top",
         f"  disk           {_sizes(disk)}; {decimal(shutil.disk_usage(there).free)} free",
     ]

@@ -22,7 +22,8 @@ LAYERS = {
     ),
     "data": (("responses",), ("signals",), ("batches",), ("prompts",), ("shards",), ("files", "hub")),
     "speculative": (
-        ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",), ("errors", "progress"),
+        ("evaluate",), ("explain",), ("measure",), ("decode",), ("decoder",), ("drafters",), ("engine",), ("rules",),
+        ("errors", "progress"),
     ),
 }  # fmt: skip
 MOST_ENTRIES = 15

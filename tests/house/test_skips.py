@@ -10,6 +10,7 @@ TESTS = Path(__file__).resolve().parents[1]
 # `gpu` and `device` are skipped by conftest; a browser is no Python package; engines live in an environment of their own.
 MAY_SKIP = {
     "bench/test_smollm2.py",  # the real tokenizer, if `make smollm2` has fetched it
+    "bench/test_bench_pictures.py",
     "conftest.py",
     "distill/report/test_report_browser.py",
     "engines/test_engine_loop.py",

@@ -220,7 +220,8 @@ def _verdict(live: list[dict[str, Any]]) -> dict[str, Any]:
             for name in ALPHA
         ],
         "measured": _measured(tokens / blocks, sum(row["accepted"] for row in live) / sum(row["drafted"] for row in live)),
-        "run": {"1": DRAFT, "4": LOOKUP_DRAFT, "16": TARGET}, "headline": "Run the draft: 1.36x [1.31, 1.42] as fast as the target alone in Understudy's decoder.",
+        "run": {"1": DRAFT, "4": LOOKUP_DRAFT, "16": TARGET},
+        "headline": "Run the draft: 1.36x [1.31, 1.42] as fast as the target alone in Understudy's decoder.",
         "facts": ["prompt lookup, which needs no training, gives 1.20x."], "gain": effects,
         "against_served": copy.deepcopy(effects) | {"alpha": {"gain": 0.04, "ci": [0.01, 0.07]}, "speed_up": None},
         "survival": survival, "live_tokens": tokens, "replay_check": check,

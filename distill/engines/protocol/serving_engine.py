@@ -1,4 +1,4 @@
-"""The engine that a run's draft is made for (serving.engine): it sets the rule, and refuses what it cannot serve before a run spends anything."""
+"""The engine that a run's draft is made for (serving.engine): it sets the rule, and refuses what it cannot serve."""
 
 from collections.abc import Sequence
 from dataclasses import replace
