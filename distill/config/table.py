@@ -22,7 +22,6 @@ COMMON = (
     "loss.name",
     "optim.lr",
     "train.epochs",
-    "train.steps",
     "train.batch_size",
     "judge.every",
     "judge.gamma",

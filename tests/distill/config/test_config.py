@@ -143,7 +143,7 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
     ("section", "said"),
     [
         ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
-        ({"train": {"steps": 0}}, "greater than or equal to 1"),
+        ({"train": {"steps": -1}}, "greater than or equal to 0"),
         ({"optim": None}, "`optim` = null"),
         ({"optim": "adamw"}, "key: value"),
         ({"optim": {"warmup_ratio": 1.0}}, "less than 1"),
