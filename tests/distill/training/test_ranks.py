@@ -270,7 +270,7 @@ def test_a_run_from_config_to_verdict_on_two_processes(small: Path, tmp_path: Pa
     config = load_config(small)
     verdict = load_verdict(config.folder)
     assert (verdict.prompts, verdict.checkpoints[-1].step) == (4, 4)
-    assert verdict.headline in done.stdout
+    assert verdict.headline in " ".join(done.stdout.split())  # it may be broken at blanks
     assert all(record.live_check is not None and record.ranks == 2 for record in verdict.checkpoints)
     assert losses_of(config) == pytest.approx(losses_of(run_alone(small, "one-process")), rel=1e-4)
 
