@@ -62,7 +62,15 @@ def test_shipped_configs_keep_their_number_of_steps() -> None:
     steps = {
         path.stem: load_config(path).train.steps for path in CONFIGS.glob("*.yaml") if "target:" in path.read_text()
     }
-    assert steps == {"demo": 660, "gsm8k": 120, "loop": 300, "own": 2000, "own_lora": 1000, "quickstart": 60, "smollm2": 600}
+    assert steps == {
+        "demo": 660,
+        "gsm8k": 120,
+        "loop": 300,
+        "own": 2000,
+        "own_lora": 1000,
+        "quickstart": 60,
+        "smollm2": 600,
+    }
 
 
 @pytest.mark.parametrize(
