@@ -261,6 +261,7 @@ def main(
             continue
         print(f"{name}: begins", flush=True)
         began = time.monotonic()
+        study.seconds.parent.mkdir(parents=True, exist_ok=True)
         stage.make(study)
         seconds[name] = time.monotonic() - began
         write_json(study.seconds, seconds)
