@@ -197,20 +197,7 @@ class EndpointTarget:
         """
         options = request_of(settings, key)
         choice = self._complete(list(prompt_ids), **options, logprobs=1, return_tokens_as_token_ids=True)
-        finished = choice.get("finish_reason") == "stop"
-        ids = self._ended(self._ids_of(choice), choice, settings.eos_ids)
-        answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
-        if settings.sampling.greedy:
-            answer.log_target_probs = [0.0] * len(ids)
-            return answer
-        log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
-        if len(log_probs) != len(ids):
-            raise UserError(
-                f"{self.endpoint.url}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must return "
-                f"one for each, including the end token ({SERVER} does)"
-            )
-        answer.log_target_probs = log_probs
-        return answer
+        return response_of(choice, prompt_ids, settings, key, self.vocab_rows, self.endpoint.url, self.label)
 
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], k: int) -> TopKSignal:
         """The K most probable tokens at each response token and the total of the rest, at temperature 1.
@@ -224,32 +211,6 @@ class EndpointTarget:
         except ValueError as error:
             raise UserError(f"{self.endpoint.url}: {error}") from error
         return TopKSignal(*map(torch.from_numpy, found))
-
-    def _ended(self, ids: list[int], choice: Choice, eos_ids: Sequence[int]) -> list[int]:
-        """Ids of a response, with a left-out end token added; UserError if it is unknown which one, or for another vocabulary."""
-        if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
-            end_token = choice.get("stop_reason", choice.get("matched_stop"))
-            if end_token not in eos_ids and len(eos_ids) != 1:
-                raise UserError(
-                    f"{self.endpoint.url}: does not say which of {list(eos_ids)} ended a text; use {SERVER}"
-                )
-            ids = [*ids, end_token if isinstance(end_token, int) and end_token in eos_ids else eos_ids[0]]
-        if foreign := [token for token in ids if not 0 <= token < self.vocab_rows]:
-            raise UserError(
-                f"{self.endpoint.url}: {self.model} returned token {foreign[0]}, but the vocabulary of {self.label} "
-                f"has {self.vocab_rows} rows; "
-                f"{self.label} must be the served model"
-            )
-        return ids
-
-    def _ids_of(self, choice: Choice) -> list[int]:
-        """Token ids of a response: as returned, or from the names of its tokens."""
-        if choice.get("token_ids") is not None:
-            return [int(token) for token in choice["token_ids"]]
-        names = (choice.get("logprobs") or {}).get("tokens") or []
-        if (names or not choice.get("text")) and all(str(name).startswith("token_id:") for name in names):
-            return [int(str(name).removeprefix("token_id:")) for name in names]
-        raise UserError(f"{self.endpoint.url}: returns no token ids; use a server with return_token_ids ({SERVER})")
 
     def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
         """Refuse a server that returns raw probabilities if the sampling settings change them.
@@ -362,6 +323,58 @@ class EndpointTarget:
             if under_way:
                 self.close()  # Otherwise the interpreter would wait for requests that are not needed.
             pool.shutdown(wait=not under_way, cancel_futures=True)
+
+
+def response_of(
+    choice: Choice,
+    prompt_ids: Sequence[int],
+    settings: DecodeSettings,
+    key: str,
+    vocab_rows: int,
+    origin: str,
+    label: str = EndpointTarget.label,
+) -> Response:
+    """The response in a choice of an answer. UserError, which begins with ``origin``: it cannot be read as tokens of this vocabulary."""
+    finished = choice.get("finish_reason") == "stop"
+    ids = with_end(_ids_of(choice, origin), choice, settings.eos_ids, vocab_rows, origin, label)
+    answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
+    if settings.sampling.greedy:
+        answer.log_target_probs = [0.0] * len(ids)
+        return answer
+    log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
+    if len(log_probs) != len(ids):
+        raise UserError(
+            f"{origin}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must return one for each, "
+            f"including the end token ({SERVER} does)"
+        )
+    answer.log_target_probs = log_probs
+    return answer
+
+
+def with_end(
+    ids: list[int], choice: Choice, eos_ids: Sequence[int], vocab_rows: int, origin: str, label: str
+) -> list[int]:
+    """Ids of a response, with a left-out end token added; UserError if it is unknown which one, or for another vocabulary."""
+    if choice.get("finish_reason") == "stop" and (not ids or ids[-1] not in eos_ids):
+        end_token = choice.get("stop_reason", choice.get("matched_stop"))
+        if end_token not in eos_ids and len(eos_ids) != 1:
+            raise UserError(f"{origin}: does not say which of {list(eos_ids)} ended a text; use {SERVER}")
+        ids = [*ids, end_token if isinstance(end_token, int) and end_token in eos_ids else eos_ids[0]]
+    if foreign := [token for token in ids if not 0 <= token < vocab_rows]:
+        raise UserError(
+            f"{origin}: token {foreign[0]}, but the vocabulary of {label} has {vocab_rows} rows; {label} must be the served model"
+        )
+    return ids
+
+
+def _ids_of(choice: Choice, origin: str) -> list[int]:
+    """Token ids of a response: as returned, or from the names of its tokens."""
+    if choice.get("token_ids") is not None:
+        return [int(token) for token in choice["token_ids"]]
+    names = (choice.get("logprobs") or {}).get("tokens") or []
+    if (names or not choice.get("text")) and all(str(name).startswith("token_id:") for name in names):
+        return [int(str(name).removeprefix("token_id:")) for name in names]
+    raise UserError(f"{origin}: returns no token ids; use a server with return_token_ids ({SERVER})")
 
 
 def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from statistics import mode
 from typing import Any
 
-from data.responses.endpoint import Choice, EndpointTarget, request_of
+from data.responses.endpoint import Choice, EndpointTarget, request_of, with_end
 from data.responses.endpoint_keys import Endpoint, is_address, root_of
 from data.responses.engine_http import page_at
 from distill.engines.protocol.counters import PAGES, parse_page
@@ -139,7 +139,7 @@ class EngineClient(EndpointTarget):
         choice = body["choices"][0]
         finished = choice.get("finish_reason") == "stop"
         if (ids := _ids_in(choice)) is not None:
-            ids = self._ended(ids, choice, settings.eos_ids)
+            ids = with_end(ids, choice, settings.eos_ids, self.vocab_rows, self.endpoint.url, self.label)
         said = (body.get("usage") or {}).get("completion_tokens")
         # Some engines list only the last token of a character that takes several.
         ids = None if ids is not None and isinstance(said, int) and len(ids) < said else ids
