@@ -1,52 +1,38 @@
 """`understudy serve`: start an engine with the command of SERVING.md, wait until it answers, and stop it on exit."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from data.hub import hub_id
-from data.responses.engine_http import answers, listening
+from data.responses.engine_http import listening
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, near_path, run_of
 from distill.config.load import load_config
-from distill.engines.protocol.engine import Engine, Service, known_engines
+from distill.engines.protocol.engine import Engine
 from distill.engines.protocol.facts import EngineFacts, Serving
+from distill.engines.protocol.process import (
+    Ended,
+    Program,
+    died,
+    program_of,
+    running,
+    startable,
+    wait_until_answering,
+)
 from distill.engines.protocol.verdict import check, check_directory_name, server_command
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.files.gguf import GGUF
 from distill.models.load import resolve
 from speculative.errors import UserError
-from speculative.progress import phase
-
-BUILT = Path(__file__).resolve().parents[2]  # where `make engines` makes environments
-TOLD_LINES = 12  # log lines printed when an engine exits on its own
-GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
-POLL_SECONDS = 0.5
-# What a launcher of ranks gives its processes: an engine would take itself for one of them.
-_LAUNCHED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|(MASTER|TORCHELASTIC|ACCELERATE|FSDP)_.*")
-_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux's prctl
-
-
-class _Ended(Interrupted):
-    """A signal asked us to stop; `number` is passed on to the engine."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__("the engine was stopped")
-        self.number = number
 
 
 def serve(options: ServeOptions) -> int:
@@ -68,13 +54,13 @@ def serve(options: ServeOptions) -> int:
     log = log_of(options, directory)
     answered = False
     try:
-        with _running(words, log) as process:
-            seconds = _wait(process, name, options, log)
+        with running([Program(words, log)]) as (process,):
+            seconds = wait_until_answering(process, name, _url(options.host, options.port), log)
             answered = True
             print("\n".join(_lines(options, name, target, facts.request, seconds, log)), flush=True)
             process.wait()
-            _died(process, name, log)
-    except _Ended:
+            died(process, name, log)
+    except Ended:
         if not answered:
             raise Interrupted(f"{name} was stopped while it was starting; its log is {log}") from None
     print(f"{name} stopped; its log is {log}")
@@ -97,9 +83,9 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
     engine, words = engine_words(options, directory, facts, _target(options, directory, facts.target))
     log = log_of(options, directory)
     listening(options.host, options.port, True).close()
-    with _running(words, log) as process:
-        _wait(process, engine.name, options, log)
-        yield _url(options.host, options.port)
+    with running([Program(words, log)]) as (process,):
+        wait_until_answering(process, engine.name, url := _url(options.host, options.port), log)
+        yield url
 
 
 def log_of(options: ServeOptions, directory: Path) -> Path:
@@ -134,25 +120,6 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts, tar
         del words[at : at + 2]
     words[0] = str(program.parent / words[0])
     return engine, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
-
-
-def startable(option: str) -> tuple[Engine, Service]:
-    """Return the engine that --engine names, and how it is started."""
-    found = {one.key: (one, one.service) for one in known_engines().values() if one.service is not None}
-    if option not in found:
-        raise UserError(f"--engine {option}: this engine cannot be started; known: {', '.join(found)}")
-    return found[option]
-
-
-def program_of(engine: Engine, service: Service) -> Path:
-    """Return the place of an engine's program. Raises UserError if it is not installed."""
-    places = (os.environ.get("PATH", ""), Path(sys.executable).parent, BUILT / service.built / "bin")
-    program = shutil.which(service.program, path=os.pathsep.join(map(str, places)))
-    if program is None:
-        raise UserError(
-            f"{engine.name} is not installed: no `{service.program}` in PATH; install it, or run `make engines`"
-        )
-    return Path(program)
 
 
 def _target(options: ServeOptions, directory: Path, name: str) -> str:
@@ -196,87 +163,10 @@ def read_export(path: Path) -> tuple[Path, EngineFacts]:
     return directory, serving.facts
 
 
-@contextlib.contextmanager
-def _running(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the engine in its own process session. A signal to us stops it, and leaving the block kills all its processes."""
-
-    def end(number: int, _: object) -> NoReturn:
-        # Python drops an exception that is raised inside a destructor, so raise it again a second later.
-        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
-        signal.alarm(1)
-        raise _Ended(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        with log.open("wb") as file:
-            engine = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)},
-                start_new_session=True,
-                preexec_fn=_die_with_us,
-            )
-        passed_on = signal.SIGTERM
-        try:
-            yield engine
-        except _Ended as ended:
-            passed_on = signal.Signals(ended.number)
-            raise
-        finally:
-            signal.alarm(0)
-            for number in numbers:
-                signal.signal(number, signal.SIG_IGN)
-            _end(engine, passed_on)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _die_with_us() -> None:
-    """Ask the kernel, in the engine's process, to signal the engine if our process is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _end(engine: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        engine.send_signal(number)
-        engine.wait(GRACE_SECONDS)
-    # Its child processes share its session, even after the engine has exited.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(engine.pid, signal.SIGKILL)
-    engine.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], name: str, options: ServeOptions, log: Path) -> float:
-    """Wait until the engine answers /health; return the seconds it took."""
-    with phase(f"{name} is starting, its log is {log}") as shown:
-        while not answers(_url(options.host, options.port)):
-            if process.poll() is not None:
-                _died(process, name, log)
-            shown.facts = (_last_lines(log, 1) or [""])[0]
-            time.sleep(POLL_SECONDS)
-    return shown.seconds
-
-
 def _url(host: str, port: int) -> str:
     """Return the address at which this machine reaches a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _died(process: subprocess.Popen[bytes], name: str, log: Path) -> NoReturn:
-    for line in _last_lines(log, TOLD_LINES):
-        print(f"  {line}", file=sys.stderr)
-    raise UserError(f"{name} exited with status {process.returncode}; its last lines are above, the full log is {log}")
-
-
-def _last_lines(log: Path, count: int) -> list[str]:
-    with log.open(encoding="utf-8", errors="replace") as file:
-        return [line.rstrip() for line in deque(file, maxlen=count)]
 
 
 def _lines(

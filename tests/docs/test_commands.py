@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from distill import train
 from distill.cli import app
-from distill.commands import serve as serving
 from distill.commands.probe import probe
 from distill.commands.readback import clock
+from distill.engines.protocol import process
 from distill.models.carving.layers import carve
 from distill.models.load import load_tokenizer
 from speculative.measure.cost import measure_costs
@@ -104,7 +104,7 @@ def stub_vllm(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(serving, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.05)
 
 
 def _serve(words: list[str], out: Path) -> None:

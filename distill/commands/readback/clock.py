@@ -20,10 +20,11 @@ from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
-from distill.commands.serve import program_of, startable, started
+from distill.commands.serve import started
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, TIMING
 from distill.config.load import load_config
 from distill.engines.protocol.client import EngineClient
+from distill.engines.protocol.process import program_of, startable
 from distill.engines.protocol.serving_engine import serving_engine
 from distill.report.measured import engine_parts
 from distill.report.page import write_page

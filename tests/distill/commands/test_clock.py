@@ -16,7 +16,6 @@ from running_app import running_app
 from tiny_training import fresh_accelerator, small_config
 
 from distill import train
-from distill.commands import serve
 from distill.commands.options import ServeOptions
 from distill.commands.readback import clock
 from distill.commands.readback.clock import time_command, time_serving_engine
@@ -25,6 +24,7 @@ from distill.commands.serve import read_export
 from distill.config.command_line import TrainOptions
 from distill.config.layout import CONFIG
 from distill.config.load import load_config
+from distill.engines.protocol import process
 from distill.run.heldout_set import load_heldout_set
 from distill.run.run import Run
 from distill.run.verdict_record import load_verdict
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_be_timed_is_left_out_in_one_line(
     how: str,
     told: str,
 ) -> None:
-    monkeypatch.setattr(serve, "BUILT", tmp_path)
+    monkeypatch.setattr(process, "BUILT", tmp_path)
     if how != "absent":
         put_in_path(tmp_path, monkeypatch)
     if how in ("dies while it is timed", "fails"):
@@ -249,7 +249,7 @@ def test_training_ends_with_a_verdict_by_its_engines_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the engine the run is finished; the same command times the engine when it is there."""
-    monkeypatch.setattr(serve, "BUILT", tmp_path)
+    monkeypatch.setattr(process, "BUILT", tmp_path)
     path = small_config(tmp_path, serving={"engine": "vllm"}, train={"steps": 2})
     assert train.command(TrainOptions(path, [])) == 0
     assert "vLLM was not timed: vLLM is not installed" in capsys.readouterr().out.splitlines()[-1]

@@ -28,6 +28,7 @@ from distill.commands.serve import engine_words, read_export, serve, started
 from distill.config.layout import SERVING_FORMAT
 from distill.engines import llama_cpp
 from distill.engines.llama_cpp import gguf_of
+from distill.engines.protocol import process
 from distill.engines.protocol.facts import EngineFacts
 from distill.faults import INTERRUPTED, MISTAKE, exit_status
 from distill.models.load import EMBEDDED_FOLDER
@@ -88,7 +89,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServeOptions:
     program.write_text(ENGINE.replace("{python}", shlex.quote(sys.executable)))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.02)
     return ServeOptions(run=write_export(tmp_path).parent, port=free_port())
 
 
@@ -318,7 +319,7 @@ def test_an_engine_that_does_not_listen_is_killed(
     tmp_path: Path, options: ServeOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOOD", "deaf")
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(process, "GRACE_SECONDS", 0.1)
     with forked(start, options, tmp_path / "out") as child:
         until(lambda: len(psutil.Process(child.pid).children(recursive=True)) == 2)
         engine = psutil.Process(child.pid).children(recursive=True)
@@ -358,14 +359,14 @@ def test_a_signal_whose_exception_is_lost_ends_it_all_the_same(
     def deaf_once(url: str) -> bool:
         try:
             time.sleep(0.1)
-        except module._Ended:
+        except process.Ended:
             if lost.exists():
                 raise
             lost.touch()
         return False
 
-    monkeypatch.setattr(module, "answers", deaf_once)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0)
+    monkeypatch.setattr(process, "answers", deaf_once)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0)
     with forked(start, options, out) as child:
         until(lambda: len(psutil.Process(child.pid).children(recursive=True)) == 2)
         os.kill(child.pid, signal.SIGTERM)
@@ -423,6 +424,6 @@ def test_what_is_refused(tmp_path: Path, options: ServeOptions, monkeypatch: pyt
     with pytest.raises(UserError, match=r"understudy export .*my run"):
         serve(replace(options, run=other.parent))
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(module, "BUILT", Path("/nowhere"))
+    monkeypatch.setattr(process, "BUILT", Path("/nowhere"))
     with pytest.raises(UserError, match=r"vLLM is not installed.*make engines"):
         serve(options)
