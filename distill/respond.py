@@ -63,7 +63,7 @@ def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
     config = run.config
     store = open_signal_store(run, rows.examples, target.facts, repair=True)
     try:
-        if target.config.endpoint is not None:
+        if target.config.at_server:
             target.endpoint.topk(store, rows, config.signal.k, rank=run.rank, ranks=run.ranks)
             run.wait()
         else:

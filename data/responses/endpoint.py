@@ -45,8 +45,8 @@ class EndpointTarget:
     most_bytes = 1 << 28  # Size limit of one answer.
     label = "target.path"  # The target's name in errors.
     no_completion = (
-        "the answer is not a completion ({said}); target.endpoint.url must be that of an OpenAI-compatible "
-        "server and end in /v1"
+        "the answer is not a completion ({said}); target.endpoint.urls must be those of OpenAI-compatible "
+        "servers and end in /v1"
     )
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, vocab_rows: int, record: Path | None = None) -> None:
@@ -275,13 +275,13 @@ class EndpointTarget:
             )
         if isinstance(error, openai.APIConnectionError):
             cause = str(error.__cause__ or "").split("\n")[0] or message
-            return f"target.endpoint.url = {url}: no server answers ({cause}); start {SERVER} there; {stays}"
+            return f"target.endpoint.urls: {url}: no server answers ({cause}); start {SERVER} there; {stays}"
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             named = endpoint.api_key_env or "that target.endpoint.api_key_env (--api-key-env) names"
             return f"{url}: refuses the API key; put the right one into the environment variable {named}"
         if isinstance(error, openai.NotFoundError):
             return (
-                f"{url}: {message or 'not found'}; target.endpoint.url must end in /v1, and "
+                f"{url}: {message or 'not found'}; target.endpoint.urls must end in /v1, and "
                 f"{self._model or 'a model'} must be served there"
             )
         limit = re.search(r"logprobs.*(?:max allowed|maximum)\D*(\d+)", message)

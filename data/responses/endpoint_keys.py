@@ -1,11 +1,12 @@
-"""Settings of a target behind a server. Needs no torch, so that reading a config is fast."""
+"""Settings of a target behind servers. Needs no torch, so that reading a config is fast."""
 
 import contextlib
 import os
 import re
 import urllib.parse
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from data.prompts.prompt import Section
 from speculative.errors import UserError
@@ -14,14 +15,35 @@ SERVER = "vLLM 0.10.2 or later"  # What gives responses and top-k signals; SGLan
 
 
 class Endpoint(Section):
-    """The target at an OpenAI-compatible server (vLLM; SGLang gives responses only). The fields are keys of a config."""
+    """The target at OpenAI-compatible servers (vLLM; SGLang gives responses only). The fields are keys of a config."""
 
-    url: str = Field(description="address of the server, including /v1")
-    model: str | None = Field(None, description="name of the model at the server; null = the only one served")
+    urls: tuple[str, ...] = Field(
+        min_length=1, description="addresses of the servers, each including /v1; each answers what it has room for"
+    )
+    weights: Literal["local", "server"] = Field(
+        "local",
+        description="local: the servers answer, and the weights of `path` do the rest; server: the servers score too, and only config "
+        "and tokenizer of `path` are read",
+    )
+    model: str | None = Field(None, description="name of the model at the servers; null = the only one served")
     api_key_env: str = Field("", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = none")
-    concurrency: int = Field(32, ge=1, description="requests sent at once")
+    concurrency: int = Field(32, ge=1, description="requests sent at once to each server")
     timeout: float = Field(600.0, gt=0, description="timeout of one request in seconds")
     retries: int = Field(5, ge=0, description="how often a request is repeated after a dropped connection, 429 or 5xx")
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := next((url for url in urls if not is_address(url)), None):
+            raise ValueError(f"{wrong} is not an address; write e.g. http://127.0.0.1:8000/v1")
+        if len({root_of(url) for url in urls}) < len(urls):
+            raise ValueError("an address is listed twice; target.endpoint.concurrency says how many requests each gets")
+        return urls
+
+    @property
+    def url(self) -> str:
+        """The first address; objects that talk to one server have an endpoint with one."""
+        return self.urls[0]
 
 
 def is_address(url: str) -> bool:

@@ -60,8 +60,8 @@ def _places(content: bytes) -> Sequence[Mapping[str, Any] | None] | None:
         return choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the answer is not a completion ({type(error).__name__}); target.endpoint.url must be that of an "
-            "OpenAI-compatible server and end in /v1"
+            f"the answer is not a completion ({type(error).__name__}); target.endpoint.urls must be those of "
+            "OpenAI-compatible servers and end in /v1"
         ) from error
 
 

@@ -94,7 +94,8 @@ def _known_keys(location: Sequence[str | int], section: type[Section]) -> list[s
 
 
 def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
-    first = error.errors()[0]
+    # A key that is misspelt or retired, before the one that is missing instead of it.
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     location = first["loc"]
     # Pydantic adds the branch of a union, or `[key]`, to the location as if it were a key.
     key = ".".join(part for part in map(str, location) if "[" not in part and not part.startswith("constrained-"))

@@ -41,6 +41,7 @@ judge.dial_every -> write judge.replay_every
 target.others -> train one draft for each target
 readback --parameters -> send the parameters that you use to the engine with and without the draft, and compare the texts
 student.head_tokens -> for a large vocabulary use init: config with a smaller hidden_size and embeddings: target
+target.endpoint.url -> write target.endpoint.urls: [ADDRESS]; if only the server has the weights, add weights: server
 target.endpoint.api -> serve the target yourself with vLLM, and give the address of its /v1/completions
 signal.source: response_logprobs -> serve the target yourself with vLLM, and use signal.source: store
 signal.kind, signal.samples -> the store keeps the target's top-k probabilities (signal.k)

@@ -55,12 +55,12 @@ def _of_training(c: "RunConfig") -> Iterator[str]:
     if (c.judge.load or c.judge.latency_ms) and not c.decodes:
         yield (
             "judge.load and judge.latency_ms are timed by decoding; set judge.live: checkpoint or end, without "
-            "target.endpoint"
+            "target.endpoint.weights: server"
         )
     if c.judge.lenience and (c.serving.temperature == 0 or not c.decodes):
         yield (
             "judge.lenience times sampled text; set serving.temperature above 0 and "
-            "judge.live: checkpoint or end, without target.endpoint"
+            "judge.live: checkpoint or end, without target.endpoint.weights: server"
         )
     if c.serving.batch_size > c.serving.shard_size:
         yield (
@@ -101,21 +101,24 @@ def _of_blocks(c: "RunConfig") -> Iterator[str]:
 
 def _of_targets(c: "RunConfig") -> Iterator[str]:
     """The same for targets that are not whole in this process, and for weights of the loss."""
-    # A target at a server.
+    # A target that only servers have.
     if c.at_server and c.judge.live == "end":
         yield (
-            "target.endpoint: without the target's weights nothing can be decoded for the verdict; set "
+            "target.endpoint.weights: server: without the target's weights nothing can be decoded for the verdict; set "
             "judge.live: checkpoint (new responses of the server prove the stored ones) or never"
         )
     if c.at_server and c.student.init == "carved":
         yield (
-            "target.endpoint: a draft cannot be carved without the target's weights; set student.init: "
+            "target.endpoint.weights: server: a draft cannot be carved without the target's weights; set student.init: "
             "pretrained or config"
         )
     if c.at_server and c.asks_more_than_server_gives:
-        yield "target.endpoint only supports signal.source: store and loss.temperature: 1"
+        yield "target.endpoint.weights: server only supports signal.source: store and loss.temperature: 1"
     if c.at_server and c.data.responses == "logged":
-        yield "target.endpoint: logged answers are checked with the target's weights; set data.responses: fresh"
+        yield (
+            "target.endpoint.weights: server: logged answers are checked with the target's weights; set data.responses: "
+            "fresh"
+        )
     # A target on several devices.
     if c.target.shard and c.target.device_map:
         yield (
@@ -181,8 +184,8 @@ class RunConfig(Section):
 
     @property
     def at_server(self) -> bool:
-        """Whether the target is at a server."""
-        return self.target.endpoint is not None
+        """Whether only servers have the target's weights."""
+        return self.target.at_server
 
     @property
     def decodes(self) -> bool:

@@ -25,4 +25,9 @@ class TargetConfig(Section):
     """shard the target over the ranks during training (torch's fully_shard). The main process loads the whole target
     to decode at a checkpoint and for the verdict; with judge.live: end only for the verdict, after training has freed its memory"""
     endpoint: Endpoint | None = None
-    """a server that answers and scores in place of local weights; `path` names the same model"""
+    """servers that answer in place of local weights; `path` names the same model"""
+
+    @property
+    def at_server(self) -> bool:
+        """Whether only servers have the weights."""
+        return self.endpoint is not None and self.endpoint.weights == "server"

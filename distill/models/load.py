@@ -292,7 +292,7 @@ def _refuse_offloaded(what: str, path: str, model: Any) -> None:
     if "disk" in places or ("cpu" in places and len(places) > 1):
         raise UserError(
             f"{what} {path!r}: does not fit on the {torch.cuda.device_count()} GPUs here, so some layers would stay in memory or on disk; "
-            "give more GPUs, quantised weights, or target.endpoint"
+            "give more GPUs, quantised weights, or target.endpoint with weights: server"
         )
 
 
@@ -336,6 +336,13 @@ def model_files(path: str, revision: str | None = None) -> list[Path]:
     inside = [*place.glob("*"), *place.glob("*/*.jinja"), *place.glob("*/*.py")]
     files = [place] if place.is_file() else [file for file in sorted(inside) if file.is_file() and file.name[0] != "."]
     return files + (model_files(base.path, base.revision) if base else [])
+
+
+def has_weights(path: str) -> bool:
+    """Whether a directory has files of weights; a GGUF file and a hub id count as having some."""
+    return not Path(resolve(path)).is_dir() or any(
+        file.suffix in (".safetensors", ".bin") for file in model_files(path)
+    )
 
 
 def source_fingerprint(what: str, path: str, revision: str | None, model: PreTrainedModel) -> str:

@@ -23,6 +23,7 @@ from distill.models.load import (
     base_of_adapter,
     dtype_of,
     find_model,
+    has_weights,
     load_model,
     load_tokenizer,
     model_files,
@@ -101,9 +102,13 @@ class Target:
                     torch.cuda.empty_cache()
 
     def _load(self, device: torch.device | None) -> PreTrainedModel:
-        if self.config.endpoint is not None:
+        if self.config.at_server:
             raise UserError(
-                f"target.endpoint: the weights of {self.config.path} are on a server, but this step needs them; leave target.endpoint out"
+                f"target.endpoint.weights: server: this step needs the weights of {self.config.path}; set it to local"
+            )
+        if self.config.endpoint is not None and not has_weights(self.config.path):
+            raise UserError(
+                f"{self._what} {self.config.path!r}: no weights there; give the whole model, or set target.endpoint.weights: server"
             )
         dtype = dtype_of(self.config.dtype, self.device)
         if device is None:
@@ -126,7 +131,7 @@ class Target:
     @property
     def facts(self) -> TargetFacts:
         """Facts of the target; the weights are loaded for them if no facts are stored."""
-        if self._facts is None and self.config.endpoint is not None:
+        if self._facts is None and self.config.at_server:
             saved, dtype = saved_dtype(self.side.config), dtype_of(self.config.dtype, self.device)
             name = f"endpoint {self.endpoint.model}"
             self._facts = self._facts_of(self.side, name, saved if isinstance(dtype, str) else dtype, 0)
@@ -214,7 +219,9 @@ class Target:
             "dtype": self.config.dtype,
             "device": self.device.type,
             # The address may change. data/responses/server_identity.py checks the identity of the served model on each use.
-            "endpoint": {"model": self.config.endpoint.model} if self.config.endpoint else None,
+            "endpoint": {"model": self.config.endpoint.model}
+            if self.config.endpoint and self.config.at_server
+            else None,
             "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
         }
 

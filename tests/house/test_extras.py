@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 name: asked
 output: {folder}
-target: {{path: {target}, endpoint: {{url: "http://127.0.0.1:9/v1"}}}}
+target: {{path: {target}, endpoint: {{urls: ["http://127.0.0.1:9/v1"], weights: server}}}}
 student: {{init: pretrained, path: {target}}}
 signal: {{source: store}}
 judge: {{live: never, prompts: 4}}

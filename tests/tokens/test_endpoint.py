@@ -38,7 +38,7 @@ SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), 
 
 def target_at(url: str, record: Path | None = None, **options: Any) -> EndpointTarget:
     settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
-    return EndpointTarget(Endpoint(url=url, **settings), tiny_tokenizer(), TOKENS, record)
+    return EndpointTarget(Endpoint(urls=(url,), **settings), tiny_tokenizer(), TOKENS, record)
 
 
 def rendered(count: int = 9) -> list[RenderedPrompt]:
@@ -226,7 +226,7 @@ def test_a_signal_that_breaks_off_keeps_what_was_written(server: Any, tmp_path: 
 def test_no_server_is_one_line(tmp_path: Path) -> None:
     target = target_at("http://127.0.0.1:9/v1", retries=0)
     text = refused(lambda: target.model)
-    assert "target.endpoint.url = http://127.0.0.1:9/v1: no server answers" in text
+    assert "target.endpoint.urls: http://127.0.0.1:9/v1: no server answers" in text
     assert "refused" in text
 
 
@@ -316,7 +316,7 @@ def test_a_foreign_tokenizer_is_refused(server: Any) -> None:
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
             return {"input_ids": [1, 2, 3]}
 
-    target = EndpointTarget(Endpoint(url=server[0]), Other(), TOKENS)
+    target = EndpointTarget(Endpoint(urls=(server[0],)), Other(), TOKENS)
     assert "splits text into other tokens" in refused(target.check)
 
 
@@ -350,7 +350,7 @@ def test_a_whole_run_with_a_target_that_only_a_server_has(
         30,
         name="served",
         student={"init": "pretrained", "path": str(tmp_path / "draft")},
-        target={"endpoint": {"url": url, "concurrency": 4}},
+        target={"endpoint": {"urls": [url], "weights": "server", "concurrency": 4}},
         data={"heldout_count": 8},
         loss={"name": "forward_kl"},
         signal={"source": "store", "k": 16},

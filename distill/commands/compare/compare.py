@@ -162,7 +162,7 @@ def read_drafts(text: HeldoutSet, names: Sequence[str], gamma: int, timing: bool
 
     Raises UserError: a draft that does not exist, has another vocabulary or too short a context, or cannot draft this way.
     """
-    if timing and text.config.target.endpoint is not None:
+    if timing and text.config.target.at_server:
         raise UserError(f"{text.run}: the target is on a server, so nothing can be timed here; add --no-timing")
     drafts: dict[tuple[str, Drafting], Scored] = {}
     by_shape: dict[Any, StepCosts] = {}

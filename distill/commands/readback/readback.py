@@ -108,7 +108,7 @@ def _clients(options: ReadbackOptions, source: Source) -> list[EngineClient]:
 
 def _text_fit(replies: Replies, source: Source, inputs: str) -> tuple[TextFit | None, list[str]]:
     """Return (the test of the sampled text against the target, notes on why it was not run)."""
-    if source.target.config.endpoint is not None:
+    if source.target.config.at_server:
         return None, ["the target's weights are on a server, so the distribution of the text is not tested"]
     if any(answer.ids is None for answer in replies.answers):
         instead = "" if source.by_request else ", and replay uses the run's text"
@@ -177,7 +177,7 @@ def _greedy_texts(replies: Replies | None, target: Target, inputs: str) -> tuple
             same = answer.ids == text.response_ids
         if same:
             equal += 1
-        elif target.config.endpoint is not None or not answer.ids:
+        elif target.config.at_server or not answer.ids:
             worst = worst or f"prompt {text.key} differs"
         else:
             served = Response(text.key, text.prompt_ids, response_ids=answer.ids)

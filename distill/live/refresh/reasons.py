@@ -66,7 +66,7 @@ def own_words(home: Path, export: Path) -> OwnText:
     config, store = load_config(home / CONFIG), Store(export / RESPONSES / TRAINING)
     rows = store.rows()
     some = heldout_responses(rows[:: -(-len(rows) // ASKED_RESPONSES)])
-    if config.target.endpoint is not None:
+    if config.target.at_server:
         return OwnText(holds=True, sentence="text: not checked: the target's weights are on a server", responses=0)
     sampling = SamplingSettings(**store.manifest()["sampling"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

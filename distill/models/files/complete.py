@@ -66,7 +66,7 @@ def refuse_incomplete(what: str, path: str, name: str, config: Any, loading: Map
         method = quantization_name(config) if quantization_of(config) is not None else "config.json does not say how"
         fix = (
             f"its weights are quantised in a way that transformers does not read here ({method}); give the model before quantisation, "
-            "or leave the weights on a server (target.endpoint)"
+            "or leave the weights on a server (target.endpoint.weights: server)"
         )
     raise UserError(f"{what} {path!r}: weight {first} {problems[first]} (of {len(problems)} that do not fit); {fix}")
 

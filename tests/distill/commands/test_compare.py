@@ -15,6 +15,7 @@ from tiny_training import write_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.files import read_manifest, write_manifest
+from data.responses.endpoint_keys import Endpoint
 from distill.commands.compare import compare
 from distill.commands.compare.compare import compare_command, judge_gates, load_text, parse_gate, read_drafts
 from distill.commands.compare.comparison import comparison
@@ -308,7 +309,7 @@ def test_a_draft_that_reads_less_than_the_text_is_refused(tiny_run, worse, monke
 def test_a_target_on_a_server_cannot_be_timed(tiny_run, worse):
     asked = options(tiny_run, worse)
     text = load_text(asked)
-    target = text.config.target.model_copy(update={"endpoint": object()})
+    target = text.config.target.model_copy(update={"endpoint": Endpoint(urls=("http://a/v1",), weights="server")})
     text = replace(text, config=text.config.model_copy(update={"target": target}))
     with pytest.raises(UserError, match="on a server, so nothing can be timed here; add --no-timing"):
         read_drafts(text, asked.drafts, 3, timing=True)

@@ -64,6 +64,24 @@ def test_a_learning_rate_that_is_no_positive_number_is_refused(tmp_path: Path, q
     assert said in text
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("{url: 'http://a/v1'}", "`target.endpoint.url` is retired; write target.endpoint.urls: [ADDRESS]"),
+        ("{urls: []}", "`target.endpoint.urls` = []"),
+        ("{urls: ['a:8000']}", "a:8000 is not an address; write e.g. http://127.0.0.1:8000/v1"),
+        ("{urls: ['http://a/v1', 'http://a/v1/']}", "an address is listed twice"),
+        ("{urls: ['http://a/v1'], weights: server}", "a draft cannot be carved without the target's weights"),
+    ],
+)
+def test_addresses_of_servers_are_checked_before_they_are_asked(tmp_path: Path, endpoint: str, said: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert said in refused(lambda: load_config(path, [f"target.endpoint={endpoint}"]))
+    both = load_config(path, ["target.endpoint.urls=['http://a/v1','http://b:1/v1']"])
+    assert both.target.endpoint is not None
+    assert (both.at_server, both.target.endpoint.url) == (False, "http://a/v1"), "the weights are here"
+
+
 def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> None:
     assert "`name`" in refused(lambda: load_config(write(tmp_path, MINIMAL), ["name=1e5"]))
     assert load_config(write(tmp_path, MINIMAL), ['name="1e5"']).name == "1e5"

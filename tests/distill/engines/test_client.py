@@ -55,7 +55,9 @@ ASKED: dict[str, Callable[[str], Any]] = {
     "readback": lambda url: engine_at(url).identify(),
     "readback's counters": lambda url: engine_at(url).scrape(),
     "drift": lambda url: scrape(url, 2, 0.0, None),
-    "served target": lambda url: EndpointTarget(Endpoint(url=f"{url}/v1", retries=0), tiny_tokenizer(), TOKENS).check(),
+    "served target": lambda url: EndpointTarget(
+        Endpoint(urls=(f"{url}/v1",), retries=0), tiny_tokenizer(), TOKENS
+    ).check(),
     "rollout's health": answers,
     "rollout's models": models,
 }

@@ -72,7 +72,9 @@ def test_where_a_run_lies_how_it_is_cut_and_which_url_answers_may_change(tmp_pat
         "signal": {"source": "store"},
     }
     for url, model, fine in (("http://a/v1", "m", True), ("http://b/v1", "m", True), ("http://b/v1", "n", False)):
-        config = run_config(tmp_path / "served", target={"endpoint": {"url": url, "model": model}}, **served)
+        config = run_config(
+            tmp_path / "served", target={"endpoint": {"urls": [url], "weights": "server", "model": model}}, **served
+        )
         with contextlib.nullcontext() if fine else pytest.raises(UserError, match=r"endpoint\.model"):
             claim_and_produce(config)
 

@@ -217,7 +217,7 @@ def test_a_killed_start_takes_the_same_answers(folder: Path, fresh: list[Row], m
 
 def test_a_server_has_no_weights_to_check_with(folder: Path) -> None:
     path = small_config(folder, 24, name="served")
-    server = "target.endpoint={url: 'http://127.0.0.1:1/v1'}"
+    server = "target.endpoint={urls: ['http://127.0.0.1:1/v1'], weights: server}"
     more = ["student.init=pretrained", "student.path=x", "judge.live=never", "signal.source=store"]
     with pytest.raises(UserError, match="logged answers are checked with the target's weights"):
         respond.run(path, ["data.responses=logged", server, *more])
