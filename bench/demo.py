@@ -25,21 +25,20 @@ from distill.run.verdict_record import Verdict, load_verdict
 from pictures import draw_pictures
 from result_file import write_result
 
-BEGIN, END = "<!-- demo -->", "<!-- end of demo -->"
 
-
-def block_of(verdict: Verdict, seconds: float, cores: str) -> str:
+def block_of(verdict: Verdict, seconds: float, cores: str, command: str = "make demo") -> str:
     """The table of ways, the verdict's headline, and where they come from."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
     table = ways_tables(verdict)[0]
-    source = f"*`make demo`, {cores}, {minutes}; {table.title}.*"
+    source = f"*`{command}`, {cores}, {minutes}; {table.title}.*"
     return f"{table.markdown(titled=False)}\n\n**{verdict.headline}**\n{source}"
 
 
-def put_into(readme: str, block: str) -> str:
-    """README with the block between its two marks."""
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+def put_into(readme: str, block: str, name: str = "demo") -> str:
+    """README with the block between its two marks, `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
 
 
 def main(

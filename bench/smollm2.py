@@ -31,6 +31,7 @@ import typer
 from data.files import replacing, write_bytes, write_json
 from data.prompts.prompt import PromptRow, Template
 from data.prompts.template import WORD, render_text, special_tokens
+from demo import block_of, put_into
 from distill.commands.options import ServeOptions
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.readback import readback
@@ -198,7 +199,9 @@ def export(study: Study) -> None:
 
 
 def in_time(study: Study) -> None:
-    """Time llama.cpp without the draft and with it."""
+    """Time llama.cpp without the draft and with it, unless `understudy train` did it because the config names that engine."""
+    if (study.run / EngineCosts.FILE).is_file():
+        return
     loads, gammas = (",".join(map(str, numbers)) for numbers in (LOADS, GAMMAS))
     words = ("--engine", "llama.cpp", "--load", loads, "--gamma", gammas, "--port", str(study.port))
     study.understudy("time", str(study.run), *words)
@@ -237,10 +240,11 @@ def main(
     config: Annotated[str, typer.Option(help="config of the run")] = "configs/smollm2.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
     until: Annotated[str, typer.Option(help="last stage")] = "readback",
-    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 2000,
+    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 4000,
     port: Annotated[int, typer.Option(help="port for llama.cpp", min=1024, max=65535)] = 8000,
     llama_cpp: Annotated[Path, typer.Option(help="folder in which `make engines` built llama.cpp")] = BUILT,
     out: Annotated[Path | None, typer.Option(help="JSON of the whole")] = None,
+    readme: Annotated[bool, typer.Option(help="write README's table too, from the JSON")] = False,
 ) -> None:
     """Run the stages that are not finished."""
     if until not in STAGES:
@@ -266,8 +270,13 @@ def main(
         seconds[name] = time.monotonic() - began
         write_json(study.seconds, seconds)
         print(f"{name}: {seconds[name]:.0f} s: {stage.file(study)}", flush=True)
-    if out is not None:
-        write_result(out, result_of(study, seconds))
+    if out is None:
+        return
+    write_result(out, result := result_of(study, seconds))
+    if readme:
+        page, verdict = Path("README.md"), load_verdict(study.run)
+        block = block_of(verdict, sum(seconds.values()), result["cores"], "make smollm2")
+        write_bytes(page, put_into(page.read_text(encoding="utf-8"), block, "smollm2").encode())
 
 
 def result_of(study: Study, seconds: dict[str, float]) -> dict[str, Any]:

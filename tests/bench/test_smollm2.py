@@ -69,6 +69,12 @@ def test_the_model_writes_user_turns_that_end_and_differ(config: str, monkeypatc
     assert turns[:5] == list(dict.fromkeys(program.user_turns(target, study.loaded.seed, 0, 32)))[:5], "the first draws"
 
 
+def test_the_first_stage_makes_the_folder_of_the_runs(config: str, tmp_path: Path) -> None:
+    new = f"data.train=[{{path: {tmp_path}/new/runs/turns.jsonl, prompt_column: prompt}}]"
+    program.main(config, [new], until="fetch", count=20, port=8000, llama_cpp=Path("none"), out=None)
+    assert [path.name for path in (tmp_path / "new/runs").iterdir()] == ["tiny-seconds.json"]
+
+
 def test_a_killed_stage_goes_on_and_a_finished_one_is_skipped(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

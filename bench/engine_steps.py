@@ -1,0 +1,114 @@
+"""Where llama.cpp's time goes: milliseconds of a call of n tokens, and of a generated token by sampler, for each kind of weights.
+
+    python bench/engine_steps.py TARGET --weights f16,bf16,q8_0 --threads 2 --out bench/results/engine_steps_cpu.json
+
+A call of n tokens is what verifies n - 1 drafted tokens. It is timed as a request whose prompt is cached but for its last n tokens,
+by the engine's own `timings`. TARGET: a Hugging Face directory, or a GGUF file with --weights auto.
+"""
+
+from distill.faults import run_script
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from distill.commands.output import numbers_of
+from distill.engines.llama_cpp import BUILT
+from distill.run.provenance import describe_run
+from result_file import write_result
+from speculative.errors import UserError
+
+CONTEXT, ROUNDS, GENERATED = 64, 15, 64  # tokens of the cached prompt; timed calls of each size; tokens of a text
+SAMPLERS = {
+    "greedy": {"temperature": 0.0},
+    "top-p 0.9 of all tokens": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
+    "top-p 0.9 of 40": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.0},
+}
+
+
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    """The timings of a completion."""
+    options = {"id_slot": 0, "cache_prompt": True, "samplers": ["top_k", "top_p", "temperature"], **body}
+    request = urllib.request.Request(f"{url}/completion", json.dumps(options).encode())
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["timings"]
+
+
+def times_of(url: str, sizes: list[int]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a call by its tokens, and of a generated token by sampler: medians."""
+    draw = random.Random(0)
+    opening = [draw.randrange(300, 3000) for _ in range(CONTEXT)]
+    calls: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(ROUNDS + 1):
+        for size in sizes:
+            ask(url, prompt=opening, n_predict=1)  # takes the last call's tokens out of the cache
+            found = ask(url, prompt=[*opening, *(draw.randrange(300, 3000) for _ in range(size))], n_predict=1)
+            if found["prompt_n"] != size:
+                raise UserError(f"{url}: it read {found['prompt_n']} tokens where {size} were new")
+            calls[size].append(found["prompt_ms"])
+    tokens = {
+        name: median(
+            ask(url, prompt=opening, n_predict=GENERATED, ignore_eos=True, seed=turn, **options)[
+                "predicted_per_token_ms"
+            ]
+            for turn in range(5)
+        )
+        for name, options in SAMPLERS.items()
+    }
+    return {"call": {str(size): median(times[1:]) for size, times in calls.items()}, "token": tokens}
+
+
+def main(
+    target: Annotated[str, typer.Argument(help="Hugging Face directory or GGUF file")],
+    weights: Annotated[str, typer.Option(help="types, separated by commas")] = "f16,bf16,q8_0",
+    tokens: Annotated[str, typer.Option(help="tokens of a call, separated by commas")] = "1,2,3,4,6",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    port: Annotated[int, typer.Option(min=1024, max=65535)] = 8091,
+    store: Annotated[Path, typer.Option(help="folder for converted files")] = Path("runs/gguf"),
+    out: Path | None = None,
+) -> None:
+    """Time each kind of weights in a server of its own."""
+    program, url, measured = BUILT / "bin/llama-server", f"http://127.0.0.1:{port}", dict[str, Any]()
+    if not program.is_file():
+        raise UserError(f"{program}: not there; `make engines` builds it")
+    sizes = sorted(numbers_of("--tokens", tokens, int, 1, 512))
+    for kind in weights.split(","):
+        words = ["-m", "distill.engines.llama_cpp", target, "--store", str(store), "--program", str(program)]
+        words += ["--weights", kind, "--port", str(port), "-c", "512", "--parallel", "1", "--no-warmup"]
+        words += [word for flag in ("-t", "-tb") for word in (flag, str(threads))]
+        with (
+            tempfile.TemporaryFile() as log,
+            subprocess.Popen([sys.executable, *words], stdout=log, stderr=log) as engine,
+        ):
+            try:
+                wait_for(url, engine)
+                measured[kind] = times_of(url, sizes)
+            finally:
+                engine.terminate()
+        print(kind, json.dumps(measured[kind]), flush=True)
+    if out is not None:
+        write_result(out, {"machine": describe_run(0), "threads": threads, "target": Path(target).name, "ms": measured})
+
+
+def wait_for(url: str, engine: subprocess.Popen[bytes]) -> None:
+    """Return when the server answers. Raises UserError: it ends before."""
+    while engine.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise UserError(f"llama-server ended with status {engine.returncode}; try the same flags by hand")
+
+
+if __name__ == "__main__":
+    run_script(main)
