@@ -100,7 +100,7 @@ def open_modes(folder: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with the checksum of its content."""
-    write_json(folder / MANIFEST, {**manifest, CHECKSUM: _digest(manifest)})
+    write_json(folder / MANIFEST, {**manifest, CHECKSUM: digest_of(manifest)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     content = Record.read(path, "delete the folder to make it again").record()
     checksum = content.pop(CHECKSUM, None)
     # A manifest without a checksum has another format; comparing the keys gives a clearer message.
-    if checksum is not None and checksum != _digest(content):
+    if checksum is not None and checksum != digest_of(content):
         raise UserError(f"{path}: damaged, its checksum does not match; delete the folder to make it again")
     return content
 
@@ -129,7 +129,7 @@ def other_key(found: Manifest, wanted: Manifest) -> str:
     return ""
 
 
-def _digest(manifest: Manifest) -> str:
+def digest_of(manifest: Manifest) -> str:
     """SHA-256 of the content of a manifest; the order of keys does not matter."""
     content = {key: value for key, value in manifest.items() if key != CHECKSUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,18 +1,24 @@
 """`understudy respond CONFIG [--signal topk|none] [key=value ...]`: store responses and probabilities of the target.
 
 Makes the same responses as training does. With --signal it also stores the target's probabilities at every response token, so that
-training with `signal.source=store` never loads the target. On several devices: `understudy respond CONFIG --num-processes 8`.
+training with `signal.source=store` never loads the target. On several devices: `understudy respond CONFIG --num-processes 8`, or
+`--engine vllm`. With `--batch-requests FILE` and `--batch-results FILE` a batch service answers.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from data.responses.batch_file import CHAT, COMPLETIONS, WantedAnswers, read_results, write_requests
+from data.responses.endpoint_keys import Endpoint
 from data.responses.store import StoredRows
 from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
 from distill.config.run import RunConfig
+from distill.engines.protocol.replicas import Replicas
 from distill.engines.protocol.serving_engine import for_engine
 from distill.faults import exit_status
 from distill.models.target import Target
@@ -38,25 +44,83 @@ def _resolved(config_path: str | Path, overrides: Sequence[str], signal: str | N
     return config, True
 
 
-def run(config_path: str | Path, overrides: Sequence[str] = (), signal: str | None = None) -> SignalFacts | None:
+def run(
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    signal: str | None = None,
+    options: RespondOptions | None = None,
+) -> SignalFacts | None:
     """Make the responses of a run and, if wanted, its signal store; return the facts of that store.
+
+    ``options``: who answers, if not the target in this process.
 
     Raises UserError: invalid config, folder of another run or in use, missing target or prompts, disk full.
     """
     config, wanted = _resolved(config_path, overrides, signal)
+    options = options or RespondOptions(str(config_path))
+    replicas, served = _replicas(options, config), config.target
+    if replicas is not None:
+        key = replicas.key_variable if replicas.key_variable in os.environ else ""
+        served = served.model_copy(update={"endpoint": Endpoint(urls=tuple(replicas.urls), api_key_env=key)})
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
     ranks.claim()
-    target = Target(config.target, ranks.device, ranks.folder)
+    target = Target(served, ranks.device, ranks.folder)
     with target.single_load():
         preflight(ranks, target)
         data = RunData(ranks, target)
         ranks.say(data.prompts.report)
-        rows = data.training
-        assert data.heldout
-        ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
-        facts = _signal(ranks, rows, target) if wanted else None
+        facts = None
+        if _batch(options, data):
+            starts = replicas is not None and any(one.lacking for one in data.lacking())
+            with replicas.started(target, data.context, config.seed, ranks.folder) if starts else nullcontext():
+                rows = data.training
+                assert data.heldout
+            ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
+            facts = _signal(ranks, rows, target) if wanted else None
     ranks.end()
     return facts
+
+
+def _replicas(options: RespondOptions, config: RunConfig) -> Replicas | None:
+    """The replicas of --engine, not started. Raises UserError: options that exclude each other; see also `Replicas`."""
+    words, alone = options.engine_words, options.one_process
+    ranks = (options.num_processes or 1, int(os.environ.get("WORLD_SIZE", "1")))
+    if alone and (max(ranks) > 1 or options.config_file):
+        raise UserError("--engine, --batch-requests, --batch-results: one process does this; leave --num-processes out")
+    if alone and config.target.endpoint is not None:
+        raise UserError("--engine, --batch-requests, --batch-results: leave target.endpoint out, which answers too")
+    if options.batch_url not in (COMPLETIONS, CHAT):
+        raise UserError(f"--batch-url {options.batch_url}: choose {COMPLETIONS} or {CHAT}")
+    if not options.engine and (options.replicas or words):
+        raise UserError(f"{'--replicas' if options.replicas else words[0]}: name the engine with --engine")
+    return Replicas(options.engine, options.replicas, words) if options.engine else None
+
+
+def _batch(options: RespondOptions, data: RunData) -> bool:
+    """Read results and write requests, as the options say; return whether the command goes on to make responses."""
+    requests, results, run = options.batch_requests, options.batch_results, data.run
+    if not (requests or results):
+        return True
+
+    def count(wanted: Sequence[WantedAnswers]) -> int:
+        return sum(len(one.lacking) for one in wanted)
+
+    wanted = data.lacking()
+    if results:
+        before = count(wanted)
+        left_out = read_results(results, wanted, data.target.facts.vocab_rows)
+        run.say(f"{results}: {before - count(wanted):,} answers taken; left out: {left_out}")
+        wanted = data.lacking()
+    missing, command = count(wanted), f"understudy respond {options.config}"
+    if requests and missing:
+        left_out = write_requests(requests, wanted, run.config.target.path, options.batch_url, data.tokenizer)
+        run.say(f"{requests}: {missing - left_out.counts.total():,} requests (docs/respond.md); left out: {left_out}")
+        run.say(f"with the service's answers continue by {command} --batch-results RESULTS")
+    elif missing:
+        run.say(
+            f"{missing:,} answers are missing: {command} --batch-requests FILE writes their requests, {command} lets the target answer"
+        )
+    return not missing
 
 
 def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
@@ -84,11 +148,13 @@ def command(options: RespondOptions) -> int:
     The same command continues an interrupted run. Exit status: 0 done, 2 a mistake of the user, 130 interrupted.
     """
     try:
-        overrides, signal = options.overrides or [], options.signal or None
+        overrides = (options.overrides or [])[: len(options.overrides or []) - len(options.engine_words)]
+        signal = options.signal or None
         _resolved(options.config, overrides, signal)
         asked = ["--signal", signal] if signal else []
-        launch_if_asked(options, "distill.respond", options.config, *overrides, *asked)
-        run(options.config, overrides, signal)
+        if not options.one_process:
+            launch_if_asked(options, "distill.respond", options.config, *overrides, *asked)
+        run(options.config, overrides, signal, options)
     except (Exception, KeyboardInterrupt) as error:
         return exit_status(error)
     return 0

@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import itertools
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,12 @@ class RespondOptions(LaunchOptions):
 
     understudy respond my.yaml --signal topk --num-processes 8
 
+    understudy respond my.yaml --engine vllm --replicas 2
+
+    understudy respond my.yaml --batch-requests requests.jsonl
+
     With --signal the target's probabilities are stored too. Training with signal.source=store then never loads the target.
+    With --engine an installed engine answers; its flags follow after --. A batch service answers the file of --batch-requests.
     """
 
     config: Annotated[str, argument("YAML file, e.g. configs/demo.yaml")]
@@ -94,6 +100,29 @@ class RespondOptions(LaunchOptions):
     signal: Annotated[
         str, option("also store the target's probabilities: topk or none; default: what signal.source needs")
     ] = ""
+    engine: Annotated[str, option("engine that answers, started and ended by this command: vllm")] = ""
+    replicas: Annotated[
+        int | None, option("servers that --engine starts; default: one for each device, one on a CPU", min=1)
+    ] = None
+    batch_requests: Annotated[
+        Path | None, option("instead: write the requests of all missing answers to this file (.jsonl)")
+    ] = None
+    batch_results: Annotated[Path | None, option("first take the answers in this file of a batch service (.jsonl)")] = (
+        None
+    )
+    batch_url: Annotated[str, option("/v1/completions, or /v1/chat/completions, which `vllm run-batch` needs")] = (
+        "/v1/completions"
+    )
+
+    @property
+    def engine_words(self) -> list[str]:
+        """Flags of the engine, which follow the overrides after --."""
+        return list(itertools.dropwhile(lambda word: not word.startswith("-"), self.overrides or []))
+
+    @property
+    def one_process(self) -> bool:
+        """Whether the target is not asked by ranks of ours."""
+        return bool(self.engine or self.batch_requests or self.batch_results)
 
 
 @dataclass(frozen=True)

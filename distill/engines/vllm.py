@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.engines.protocol.counters import PREFIX, named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
-from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
+from distill.engines.protocol.engine import STREAM, Dialect, Engine, Replica, Service, register
 
 if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts, LoadRange
@@ -140,6 +140,20 @@ def _words(facts: "EngineFacts") -> dict[str, Any]:
     }
 
 
+def _answering(replica: Replica) -> tuple[list[str], dict[str, str]]:
+    words = ["serve", replica.target, "--dtype", replica.dtype, "--seed", str(replica.seed)]
+    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    words += ["--revision", replica.revision, "--tokenizer-revision", replica.revision] if replica.revision else []
+    words += ["--trust-remote-code"] if replica.trusted else []
+    words += ["--max-model-len", str(replica.context)] if replica.context else []
+    if not replica.cores:
+        return [*words, "--gpu-memory-utilization", f"{replica.memory:.2f}"], {}
+    # By itself each would bind to the same cores and reserve most of the memory.
+    bound = ",".join(map(str, replica.cores))
+    gigabytes = max(1, int(replica.memory / 2**30))
+    return words, {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": str(gigabytes)}
+
+
 register(
     Engine(
         "vllm",
@@ -161,6 +175,7 @@ register(
             ("--speculative-config",),
             key_variable="VLLM_API_KEY",
             counts=COUNTS,
+            answering=_answering,
         ),
         dialect=Dialect(
             owners=("vllm",),

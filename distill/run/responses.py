@@ -9,6 +9,7 @@ from typing import Any
 
 from data.files import MANIFEST, Manifest, write_bytes
 from data.prompts.template import check_learnable, on_day, template_fingerprint
+from data.responses.batch_file import WantedAnswers
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.respond import ResponsePlan, respond
 from data.responses.store import INDEX, Row, Store, StoredRows
@@ -145,15 +146,44 @@ class RunData:
         ``select``: make them the run's own held-out text. Otherwise that stays unchanged, and nothing is written if no response is
         missing.
         """
+        name, settings = self._heldout_set(rule)
+        return heldout_responses(self._make(name, prompts, settings, 1, select))
+
+    def _heldout_set(self, rule: Rule) -> tuple[str, DecodeSettings]:
+        """Folder and settings of the held-out responses for a rule."""
         greedy = rule.greedy
         settings, name = (self.settings.under(rule, 0), HELDOUT_GREEDY) if greedy else (self.settings, HELDOUT)
         # Not the seed of the training responses, which would give a prompt in both sets the same text.
-        return heldout_responses(self._make(name, prompts, replace(settings, seed=settings.seed + 1), 1, select))
+        return name, replace(settings, seed=settings.seed + 1)
 
     def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
         """Make the run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
-        rules = self.run.config.judge_rule, Rule.usual(0)
-        return {rule: self.heldout_of(prompts, rule, select=True) for rule in dict.fromkeys(rules)}
+        return {rule: self.heldout_of(prompts, rule, select=True) for rule in self._rules}
+
+    @property
+    def _rules(self) -> list[Rule]:
+        """Of the run's own held-out responses, the configured one first."""
+        return list(dict.fromkeys((self.run.config.judge_rule, Rule.usual(0))))
+
+    def lacking(self) -> list[WantedAnswers]:
+        """What the run's stores lack, held-out responses first. Logged answers are taken before, once the held-out ones are there.
+
+        Until then, training responses of a run with logs are left out. One process calls it.
+        """
+        prompts, samples = self.prompts, self.run.config.serving.samples_per_prompt
+        wanted = [self._lacking(*self._heldout_set(rule), prompts.heldout, 1) for rule in self._rules]
+        if self.run.config.data.responses == "logged":
+            if any(one.lacking for one in wanted):
+                return wanted
+            self._take_logged(prompts.train)
+        return [*wanted, self._lacking(TRAINING, self.settings, prompts.train, samples)]
+
+    def _lacking(
+        self, name: str, settings: DecodeSettings, prompts: Sequence[RenderedPrompt], samples: int
+    ) -> WantedAnswers:
+        store = Store(self.folder / name)
+        store.open(self.manifest(settings))
+        return WantedAnswers(store, ResponsePlan(prompts, samples, self.run.config.serving.shard_size), settings)
 
     def past(self, rule: Rule) -> Sequence[Row]:
         """Stored responses to the training prompts; none if the rule needs other settings than theirs; UserError if damaged."""

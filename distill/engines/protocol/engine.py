@@ -28,6 +28,23 @@ STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tr
 
 
 @dataclass(frozen=True)
+class Replica:
+    """A server of a target that answers as a run would. context: tokens of its longest text; None: the model's own limit.
+
+    cores: its share of a CPU, and ``memory``: bytes for its cache; without cores it has a device, and a share of that one's memory.
+    """
+
+    target: str
+    revision: str | None
+    trusted: bool
+    dtype: str
+    context: int | None
+    seed: int
+    cores: tuple[int, ...]
+    memory: float
+
+
+@dataclass(frozen=True)
 class Service:
     """How `understudy serve` starts an engine. The words are those of the template's macro `server`, or of `command` without one.
 
@@ -40,6 +57,8 @@ class Service:
     key_variable: str = ""  # environment variable of the engine's API key
     counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
     room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
+    # Words and environment of a server that returns token ids and their log-probabilities at the sampling settings; None: it cannot.
+    answering: Callable[[Replica], tuple[list[str], dict[str, str]]] | None = None
 
 
 @dataclass(frozen=True)
