@@ -5,15 +5,18 @@ training with `signal.source=store` never loads the target. On several devices: 
 `--engine vllm`. With `--batch-requests FILE` and `--batch-results FILE` a batch service answers.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from data.responses.batch_file import CHAT, COMPLETIONS, WantedAnswers, read_results, write_requests
-from data.responses.endpoint_keys import Endpoint
-from data.responses.store import StoredRows
+import numpy as np
+
+from data.responses.batch_file import CHAT, COMPLETIONS, in_words, read_results, write_requests
+from data.responses.server_identity import NOISE
+from data.responses.store import Row, StoredRows
 from data.signals.store import SignalFacts
 from distill.config.command_line import RespondOptions, run_program
 from distill.config.load import load_config
@@ -21,13 +24,16 @@ from distill.config.run import RunConfig
 from distill.engines.protocol.replicas import Replicas
 from distill.engines.protocol.serving_engine import for_engine
 from distill.faults import exit_status
+from distill.models.load import resolve
 from distill.models.target import Target
 from distill.run.launcher import launch_if_asked
 from distill.run.responses import RunData
 from distill.run.run import Run, new_accelerator
 from distill.run.session import preflight
 from distill.training.signal import fill, open_signal_store, signal_line
+from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
+from speculative.explain.text_fit import CERTAIN, evidence_of
 
 KINDS = ("topk", "none")
 
@@ -58,21 +64,18 @@ def run(
     """
     config, wanted = _resolved(config_path, overrides, signal)
     options = options or RespondOptions(str(config_path))
-    replicas, served = _replicas(options, config), config.target
-    if replicas is not None:
-        key = replicas.key_variable if replicas.key_variable in os.environ else ""
-        served = served.model_copy(update={"endpoint": Endpoint(urls=tuple(replicas.urls), api_key_env=key)})
+    replicas = _replicas(options, config)
     ranks = Run(config, new_accelerator(project_dir=str(config.folder)))
     ranks.claim()
-    target = Target(served, ranks.device, ranks.folder)
+    target = Target(config.target, ranks.device, ranks.folder)
     with target.single_load():
         preflight(ranks, target)
         data = RunData(ranks, target)
         ranks.say(data.prompts.report)
         facts = None
-        if _batch(options, data):
-            starts = replicas is not None and any(one.lacking for one in data.lacking())
-            with replicas.started(target, data.context, config.seed, ranks.folder) if starts else nullcontext():
+        if not options.batch or _batch(options, data):
+            starts = replicas and any(one.lacking for one in data.lacking())
+            with replicas.started(target, data.context, ranks.folder) if starts else nullcontext():
                 rows = data.training
                 assert data.heldout
             ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")
@@ -83,44 +86,52 @@ def run(
 
 def _replicas(options: RespondOptions, config: RunConfig) -> Replicas | None:
     """The replicas of --engine, not started. Raises UserError: options that exclude each other; see also `Replicas`."""
-    words, alone = options.engine_words, options.one_process
-    ranks = (options.num_processes or 1, int(os.environ.get("WORLD_SIZE", "1")))
-    if alone and (max(ranks) > 1 or options.config_file):
-        raise UserError("--engine, --batch-requests, --batch-results: one process does this; leave --num-processes out")
-    if alone and config.target.endpoint is not None:
-        raise UserError("--engine, --batch-requests, --batch-results: leave target.endpoint out, which answers too")
-    if options.batch_url not in (COMPLETIONS, CHAT):
-        raise UserError(f"--batch-url {options.batch_url}: choose {COMPLETIONS} or {CHAT}")
+    words = options.engine_words
+    ranks = max(options.num_processes or 1, int(os.environ.get("WORLD_SIZE", "1"))) > 1 or options.config_file
+    if (options.engine or options.batch) and (ranks or config.target.endpoint is not None):
+        raise UserError(
+            "--engine, --batch-requests, --batch-results: one process does this, with the weights of target.path; leave "
+            f"{'--num-processes' if ranks else 'target.endpoint'} out"
+        )
     if not options.engine and (options.replicas or words):
         raise UserError(f"{'--replicas' if options.replicas else words[0]}: name the engine with --engine")
     return Replicas(options.engine, options.replicas, words) if options.engine else None
 
 
 def _batch(options: RespondOptions, data: RunData) -> bool:
-    """Read results and write requests, as the options say; return whether the command goes on to make responses."""
-    requests, results, run = options.batch_requests, options.batch_results, data.run
-    if not (requests or results):
-        return True
+    """Read results and write requests, as the options say; return whether no answer is missing."""
+    requests, results, say = options.batch_requests, options.batch_results, data.run.say
 
-    def count(wanted: Sequence[WantedAnswers]) -> int:
+    def count() -> int:
         return sum(len(one.lacking) for one in wanted)
 
-    wanted = data.lacking()
+    wanted, command = data.lacking(), f"understudy respond {options.config}"
     if results:
-        before = count(wanted)
-        left_out = read_results(results, wanted, data.target.facts.vocab_rows)
-        run.say(f"{results}: {before - count(wanted):,} answers taken; left out: {left_out}")
-        wanted = data.lacking()
-    missing, command = count(wanted), f"understudy respond {options.config}"
-    if requests and missing:
-        left_out = write_requests(requests, wanted, run.config.target.path, options.batch_url, data.tokenizer)
-        run.say(f"{requests}: {missing - left_out.counts.total():,} requests (docs/respond.md); left out: {left_out}")
-        run.say(f"with the service's answers continue by {command} --batch-results RESULTS")
+        before, rows = count(), data.target.facts.vocab_rows
+        left_out = read_results(results, wanted, rows, functools.partial(_prove, data.target))
+        say(f"{results}: {before - count():,} answers taken; left out: {in_words(left_out)}")
+        wanted = data.lacking()  # Logged answers are taken as soon as the held-out ones are there.
+    if (missing := count()) and requests:
+        url = CHAT if options.batch_chat else COMPLETIONS
+        write_requests(requests, wanted, resolve(data.run.config.target.path), url, data.tokenizer)
+        say(f"{requests}: {missing:,} requests (docs/respond.md); continue by {command} --batch-results RESULTS")
     elif missing:
-        run.say(
-            f"{missing:,} answers are missing: {command} --batch-requests FILE writes their requests, {command} lets the target answer"
-        )
+        say(f"{missing:,} answers are missing: {command} --batch-requests FILE asks for them, {command} makes them")
     return not missing
+
+
+def _prove(target: Target, rows: Sequence[Row], settings: DecodeSettings) -> None:
+    """Raise UserError if a batch service certainly answered with another model, precision or kind of probabilities."""
+    with target.loaded() as model:
+        evidence = evidence_of(model, rows, settings.sampling)
+    gaps = [one.log_target_probs - np.array(row.log_target_probs) for one, row in zip(evidence, rows, strict=True)]
+    apart = float(np.abs(np.concatenate(gaps)).mean())
+    if apart > NOISE or (settings.sampling.greedy and any(one.against > CERTAIN for one in evidence)):
+        raise UserError(
+            f"target.path {target.config.path}: certainly did not write the first {len(rows)} answers of the batch (log-probabilities are "
+            f"{apart:.2f} nats apart); the service must run this model in {target.facts.dtype}, with probabilities after temperature, "
+            "top-k and top-p (docs/respond.md)"
+        )
 
 
 def _signal(run: Run, rows: StoredRows, target: Target) -> SignalFacts:
@@ -152,7 +163,7 @@ def command(options: RespondOptions) -> int:
         signal = options.signal or None
         _resolved(options.config, overrides, signal)
         asked = ["--signal", signal] if signal else []
-        if not options.one_process:
+        if not (options.engine or options.batch):
             launch_if_asked(options, "distill.respond", options.config, *overrides, *asked)
         run(options.config, overrides, signal, options)
     except (Exception, KeyboardInterrupt) as error:

@@ -110,9 +110,9 @@ class RespondOptions(LaunchOptions):
     batch_results: Annotated[Path | None, option("first take the answers in this file of a batch service (.jsonl)")] = (
         None
     )
-    batch_url: Annotated[str, option("/v1/completions, or /v1/chat/completions, which `vllm run-batch` needs")] = (
-        "/v1/completions"
-    )
+    batch_chat: Annotated[
+        bool, option("write requests to /v1/chat/completions, as `vllm run-batch` needs", "--batch-chat")
+    ] = False
 
     @property
     def engine_words(self) -> list[str]:
@@ -120,9 +120,9 @@ class RespondOptions(LaunchOptions):
         return list(itertools.dropwhile(lambda word: not word.startswith("-"), self.overrides or []))
 
     @property
-    def one_process(self) -> bool:
-        """Whether the target is not asked by ranks of ours."""
-        return bool(self.engine or self.batch_requests or self.batch_results)
+    def batch(self) -> bool:
+        """Whether a batch service answers."""
+        return bool(self.batch_requests or self.batch_results)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from distill.engines.protocol.counters import PREFIX, named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
-from distill.engines.protocol.engine import STREAM, Dialect, Engine, Replica, Service, register
+from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distill.config.target import TargetConfig
     from distill.engines.protocol.facts import EngineFacts, LoadRange
 
 NAME = "vLLM"
@@ -140,18 +143,30 @@ def _words(facts: "EngineFacts") -> dict[str, Any]:
     }
 
 
-def _answering(replica: Replica) -> tuple[list[str], dict[str, str]]:
-    words = ["serve", replica.target, "--dtype", replica.dtype, "--seed", str(replica.seed)]
-    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    words += ["--revision", replica.revision, "--tokenizer-revision", replica.revision] if replica.revision else []
-    words += ["--trust-remote-code"] if replica.trusted else []
-    words += ["--max-model-len", str(replica.context)] if replica.context else []
-    if not replica.cores:
-        return [*words, "--gpu-memory-utilization", f"{replica.memory:.2f}"], {}
+def _answering(
+    target: "TargetConfig", dtype: str, context: int | None, cores: "Sequence[int]", memory: float
+) -> tuple[list[str], dict[str, str]]:
+    words = [
+        "serve",
+        target.path,
+        "--dtype",
+        dtype,
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+    ]
+    words += ["--revision", target.revision, "--tokenizer-revision", target.revision] if target.revision else []
+    words += ["--trust-remote-code"] if target.trust_remote_code else []
+    words += ["--max-model-len", str(context)] if context else []
+    if not cores:
+        return [*words, "--gpu-memory-utilization", f"{memory:.2f}"], {}
     # By itself each would bind to the same cores and reserve most of the memory.
-    bound = ",".join(map(str, replica.cores))
-    gigabytes = max(1, int(replica.memory / 2**30))
-    return words, {"VLLM_CPU_OMP_THREADS_BIND": bound, "VLLM_CPU_KVCACHE_SPACE": str(gigabytes)}
+    gigabytes = max(1, int(memory / 2**30))
+    return words, {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": str(gigabytes),
+    }
 
 
 register(

@@ -9,7 +9,7 @@ Rules at temperature > 0: with `sample` the draft samples, and a token is accept
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,28 +20,12 @@ from distill.engines.protocol.counts import CountsFormat, DraftCounts, read_form
 from speculative.rules.rule import Rule
 
 if TYPE_CHECKING:
+    from distill.config.target import TargetConfig
     from distill.engines.protocol.facts import EngineFacts
     from speculative.rules.sampling import SamplingSettings
 
 # Request options with which a server streams, and ends a stream with its counts.
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A server of a target that answers as a run would. context: tokens of its longest text; None: the model's own limit.
-
-    cores: its share of a CPU, and ``memory``: bytes for its cache; without cores it has a device, and a share of that one's memory.
-    """
-
-    target: str
-    revision: str | None
-    trusted: bool
-    dtype: str
-    context: int | None
-    seed: int
-    cores: tuple[int, ...]
-    memory: float
 
 
 @dataclass(frozen=True)
@@ -57,8 +41,9 @@ class Service:
     key_variable: str = ""  # environment variable of the engine's API key
     counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
     room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
-    # Words and environment of a server that returns token ids and their log-probabilities at the sampling settings; None: it cannot.
-    answering: Callable[[Replica], tuple[list[str], dict[str, str]]] | None = None
+    # Words and environment of a server of (target, dtype, context) that returns token ids with their log-probabilities at the sampling
+    # settings, on these cores with so many bytes for its cache, or without cores on a device with this share of its memory. None: it cannot.
+    answering: "Callable[[TargetConfig, str, int | None, Sequence[int], float], tuple[list[str], dict[str, str]]] | None" = None
 
 
 @dataclass(frozen=True)

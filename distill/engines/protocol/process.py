@@ -11,9 +11,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from data.responses.engine_http import answers
 from distill.engines.protocol.engine import Engine, Service, known_engines
@@ -38,13 +37,12 @@ class Ended(Interrupted):
         self.number = number
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """An engine's command and log, and what its environment has beside ours."""
 
     words: Sequence[str]
     log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = {}
 
 
 def startable(option: str) -> tuple[Engine, Service]:

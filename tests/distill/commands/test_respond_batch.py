@@ -9,7 +9,6 @@ from batch_service import answer_batch, failed, read_jsonl, write_jsonl
 from model_server import MODEL
 from tiny_training import forget_accelerators, small_config, tiny_tokenizer
 
-from data.responses.batch_file import CHAT
 from data.responses.store import Store
 from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING
 from distill.respond import main
@@ -38,10 +37,10 @@ def test_a_batch_service_answers_all_prompts(
     config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests, results, run = tmp_path / "requests.jsonl", tmp_path / "results.jsonl", tmp_path / "small"
-    assert respond(config_path, "--batch-requests", requests, "--batch-url", CHAT) == 0
+    assert respond(config_path, "--batch-requests", requests, "--batch-chat") == 0
     said = capsys.readouterr().out
-    assert f"{requests}: 18 requests (docs/respond.md); left out: none" in said
-    assert f"understudy respond {config_path} --batch-results RESULTS" in said
+    continued = f"understudy respond {config_path} --batch-results RESULTS"
+    assert f"{requests}: 18 requests (docs/respond.md); continue by {continued}" in said
     assert {request["body"]["model"] for request in read_jsonl(requests)} == {str(tmp_path / "target")}
     answers = answer_batch(requests)
 
@@ -49,9 +48,7 @@ def test_a_batch_service_answers_all_prompts(
     assert respond(config_path, "--batch-results", results) == 0
     said = capsys.readouterr().out
     assert f"{results}: 15 answers taken; left out: 1 rows have an error" in said
-    assert (
-        f"3 answers are missing: understudy respond {config_path} --batch-requests FILE writes their requests" in said
-    )
+    assert f"3 answers are missing: understudy respond {config_path} --batch-requests FILE asks for them" in said
     assert not (run / RESPONSES / TRAINING / "index.arrow").exists(), "nothing is trained on yet"
 
     assert respond(config_path, "--batch-requests", requests) == 0
@@ -82,8 +79,11 @@ def test_the_answers_are_those_of_a_run_without_a_service_at_temperature_0(confi
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batch-requests", "r.jsonl", "--num-processes", "2"], "one process does this; leave --num-processes out"),
-        (["--batch-results", "r.jsonl", "--batch-url", "/v1/x"], "--batch-url /v1/x: choose /v1/completions or"),
+        (
+            ["--batch-requests", "r.jsonl", "--num-processes", "2"],
+            "one process does this, with the weights of target.path; leave --num-processes out",
+        ),
+        (["--batch-results", "r.jsonl", "target.endpoint={urls: ['http://a/v1']}"], "leave target.endpoint out"),
         (["--batch-results", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--replicas", "2"], "--replicas: name the engine with --engine"),
         (["--", "--enforce-eager"], "--enforce-eager: name the engine with --engine"),
@@ -109,3 +109,26 @@ def test_results_of_another_config_are_refused(
     assert respond(config_path, "--batch-results", results, "serving.temperature=0.9", "name=other") == 2
     custom_id = json.loads(requests.read_text().splitlines()[0])["custom_id"]
     assert f"{results}:1: custom_id '{custom_id}' is of another config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("serving", "spoil"), [({}, "raw"), ({"temperature": 0, "top_k": 0}, "ids")])
+def test_answers_of_another_model_or_kind_of_probabilities_are_refused(
+    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], serving: Any, spoil: str
+) -> None:
+    requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    words = [f"serving.{key}={value}" for key, value in serving.items()]
+    assert respond(config_path, "--batch-requests", requests, *words) == 0
+    answers = answer_batch(requests)
+    for answer in answers:
+        (choice,) = answer["response"]["body"]["choices"]
+        if spoil == "raw":
+            lists = choice["logprobs"]
+            lists["token_logprobs"] = [value - 0.5 for value in lists["token_logprobs"]]
+        else:
+            choice["token_ids"] = [7] * len(choice["token_ids"])
+    write_jsonl(results, answers)
+    assert respond(config_path, "--batch-results", results, *words) == 2
+    said = capsys.readouterr().err
+    assert "target: certainly did not write the first" in said
+    assert ("are 0.50 nats apart" if spoil == "raw" else "are 0.00 nats apart") in said
+    assert not list(tmp_path.rglob("shard-*"))
