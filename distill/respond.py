@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +74,10 @@ def run(
         ranks.say(data.prompts.report)
         facts = None
         if not options.batch or _batch(options, data):
-            starts = replicas and any(one.lacking for one in data.lacking())
-            with replicas.started(target, data.context, ranks.folder) if starts else nullcontext():
+            engines: AbstractContextManager[None] = nullcontext()
+            if replicas is not None and any(one.lacking for one in data.lacking()):
+                engines = replicas.started(target, data.context, ranks.folder)
+            with engines:
                 rows = data.training
                 assert data.heldout
             ranks.say(f"{len(rows)} responses of {rows.response_tokens_N.sum():,} tokens")

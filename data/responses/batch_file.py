@@ -45,15 +45,15 @@ class WantedAnswers:
 
 def write_requests(path: Path, wanted: Sequence[WantedAnswers], model: str, url: str, tokenizer: Any) -> None:
     """Write a request for each lacking answer; UserError if the file cannot be written."""
-    jobs = [(one, custom_id, place) for one in wanted for custom_id, (_, place) in one.lacking.items()]
+    jobs = [(want, custom_id, place) for want in wanted for custom_id, (_, place) in want.lacking.items()]
     with writing(path), replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for one, custom_id, place in each(jobs, "batch requests"):
-            prompt, sample = one.plan.job(place)
-            asked: dict[str, Any] = {"prompt": list(prompt.prompt_ids), "logprobs": 1}
+        for want, custom_id, place in each(jobs, "batch requests"):
+            prompt, sample = want.plan.job(place)
+            form: dict[str, Any] = {"prompt": list(prompt.prompt_ids), "logprobs": 1}
             if url == CHAT:
                 text = tokenizer.decode(prompt.prompt_ids, skip_special_tokens=False)
-                asked = {"messages": [{"role": "user", "content": text}], "chat_template": VERBATIM, "logprobs": True}
-            body = {"model": model, **asked, **request_of(one.settings, f"{prompt.prompt_id}:{sample}")}
+                form = {"messages": [{"role": "user", "content": text}], "chat_template": VERBATIM, "logprobs": True}
+            body = {"model": model, **form, **request_of(want.settings, f"{prompt.prompt_id}:{sample}")}
             body |= {"return_tokens_as_token_ids": True}
             request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
             file.write(json.dumps(request, ensure_ascii=False) + "\n")
@@ -64,7 +64,7 @@ def read_results(path: Path, wanted: Sequence[WantedAnswers], vocab_rows: int, p
 
     Raises UserError: a row of another config, no usable row at all, a file that cannot be read, disk full; see also `Prove`.
     """
-    left_out, before = LeftOut(list), sum(len(one.lacking) for one in wanted)
+    left_out, before = LeftOut(list), sum(len(want.lacking) for want in wanted)
     try:
         with path.open("rb") as file:
             numbered = enumerate(each(file, "batch results"), start=1)
@@ -72,7 +72,7 @@ def read_results(path: Path, wanted: Sequence[WantedAnswers], vocab_rows: int, p
                 _take(some, wanted, vocab_rows, left_out, prove)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if left_out and sum(len(one.lacking) for one in wanted) == before:
+    if left_out and sum(len(want.lacking) for want in wanted) == before:
         raise UserError(f"{path}: no row has an answer that this run lacks: {in_words(left_out)}")
     return left_out
 
@@ -90,8 +90,8 @@ def _take(
     prove: Prove,
 ) -> None:
     """Store the answers of some lines, each with its place in the file."""
-    taken: dict[str, dict[int, Row]] = {one.digest: {} for one in wanted}
-    by_digest = {one.digest: one for one in wanted}
+    taken: dict[str, dict[int, Row]] = {want.digest: {} for want in wanted}
+    by_digest = {want.digest: want for want in wanted}
     for origin, line in lines:
         try:
             result = dict(json.loads(line))
@@ -99,37 +99,37 @@ def _take(
             left_out["rows are cut off or not JSON"].append(origin)
             continue
         digest, _, key = (custom_id := str(result.get("custom_id"))).partition(":")
-        if (one := by_digest.get(digest)) is None:
+        if (want := by_digest.get(digest)) is None:
             raise UserError(
                 f"{origin}: custom_id {custom_id!r} is of another config (target, template, sampling, max_tokens or seed); "
                 "write the requests again with --batch-requests"
             )
-        if custom_id not in one.lacking:
-            if key not in one.keys:
+        if custom_id not in want.lacking:
+            if key not in want.keys:
                 left_out["rows are of prompts that this run does not have"].append(origin)
             continue
-        place = one.lacking[custom_id][1]
+        place = want.lacking[custom_id][1]
         try:
-            taken[digest][place] = _row(result, one, place, vocab_rows, origin)
+            taken[digest][place] = _row(result, want, place, vocab_rows, origin)
         except UserError as error:
             left_out["rows have an error or no usable answer"].append(str(error))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             left_out["rows have an error or no usable answer"].append(f"{origin}: not a completion ({error})")
-    for one in wanted:
-        rows = taken[one.digest]
-        if rows and not one.proven:
-            prove([*rows.values()][:PROVEN_ROWS], one.settings)
-            one.proven = True
+    for want in wanted:
+        rows = taken[want.digest]
+        if rows and not want.proven:
+            prove([*rows.values()][:PROVEN_ROWS], want.settings)
+            want.proven = True
         shards = defaultdict[int, list[Row]](list)
-        for custom_id, (shard, place) in [*one.lacking.items()] if rows else ():
+        for custom_id, (shard, place) in [*want.lacking.items()] if rows else ():
             if place in rows:
                 shards[shard].append(rows[place])
-                del one.lacking[custom_id]
+                del want.lacking[custom_id]
         for shard, answers in shards.items():
-            one.store.write_shard(shard, answers)
+            want.store.write_shard(shard, answers)
 
 
-def _row(result: Mapping[str, Any], one: WantedAnswers, place: int, vocab_rows: int, origin: str) -> Row:
+def _row(result: Mapping[str, Any], want: WantedAnswers, place: int, vocab_rows: int, origin: str) -> Row:
     """The row of a result. Raises UserError: an error of the service, another prompt's answer, or tokens that cannot be read."""
     response = result.get("response") or {}
     body = response.get("body") or {}
@@ -138,7 +138,7 @@ def _row(result: Mapping[str, Any], one: WantedAnswers, place: int, vocab_rows: 
         while isinstance(error, Mapping):
             error = error.get("error") or error.get("message") or str(error)
         raise UserError(f"{origin}: status {response.get('status_code')}, {' '.join(str(error).split())[:200]}")
-    prompt, sample = one.plan.job(place)
+    prompt, sample = want.plan.job(place)
     choice: Choice = body["choices"][0]
     theirs = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
     if theirs != list(prompt.prompt_ids) and (theirs is not None or "message" in choice):
@@ -147,4 +147,4 @@ def _row(result: Mapping[str, Any], one: WantedAnswers, place: int, vocab_rows: 
         names, values = ([token[name] for token in chat] for name in ("token", "logprob"))
         choice = {**choice, "logprobs": {"tokens": names, "token_logprobs": values}}
     key = f"{prompt.prompt_id}:{sample}"
-    return row_of(prompt, sample, response_of(choice, prompt.prompt_ids, one.settings, key, vocab_rows, origin))
+    return row_of(prompt, sample, response_of(choice, prompt.prompt_ids, want.settings, key, vocab_rows, origin))

@@ -42,7 +42,8 @@ class Service:
     counts: tuple[str, ...] = ()  # words with which it reports the drafts of each answer
     room: str = ""  # words for many requests at a time, with places for their number and the tokens of all
     # Words and environment of a server of (target, dtype, context) that returns token ids with their log-probabilities at the sampling
-    # settings, on these cores with so many bytes for its cache, or without cores on a device with this share of its memory. None: it cannot.
+    # settings: on these cores with so many bytes for its cache, or without cores on a device with this share of its memory. None: it
+    # cannot.
     answering: "Callable[[TargetConfig, str, int | None, Sequence[int], float], tuple[list[str], dict[str, str]]] | None" = None
 
 

@@ -102,7 +102,7 @@ def _started(program: Program) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env=inherited | program.environment,
+            env={**inherited, **program.environment},
             start_new_session=True,
             preexec_fn=_die_with_us,
         )

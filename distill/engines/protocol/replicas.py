@@ -38,8 +38,8 @@ class Replicas:
         self.words, self.program = words, str(program_of(self.engine, self.service))
         seen = os.environ.get(VISIBLE) or ",".join(map(str, range(torch.cuda.device_count())))
         self.devices = seen.split(",") if torch.cuda.is_available() else []
-        own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        self.cores, self.count = [] if self.devices else list(own), count or max(1, len(self.devices))
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        self.cores, self.count = [] if self.devices else sorted(usable), count or max(1, len(self.devices))
         if self.count > (most := len(self.devices or self.cores)):
             raise UserError(f"--replicas {self.count}: this machine has {most} devices or cores; lower it")
 
@@ -70,10 +70,9 @@ class Replicas:
             target.config = alone
 
     def _program(self, number: int, root: str, target: Target, context: int, folder: Path) -> Program:
-        devices, cores = (
-            part[number * len(part) // self.count : (number + 1) * len(part) // self.count]
-            for part in (self.devices, self.cores)
-        )
+        every = len(self.devices or self.cores)
+        share = slice(number * every // self.count, (number + 1) * every // self.count)
+        devices, cores = self.devices[share], self.cores[share]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CACHE_SHARE / self.count
         if devices:
             free, total = torch.cuda.mem_get_info(target.device)
