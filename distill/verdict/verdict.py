@@ -145,7 +145,8 @@ def _lacking_text(learned: Measured | None, heldout: Measured) -> list[str]:
         return []
     return [
         f"On responses that it learned, alpha is {learned.alpha:.3f}, on held-out ones {heldout.alpha:.3f}: "
-        "more prompts would help, more steps would not."
+        "more prompts would help, more steps would not. `understudy sweep configs/sweeps/prompts.yaml`, with your config as `base`, "
+        "says how much."
     ]
 
 

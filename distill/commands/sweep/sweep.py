@@ -1,7 +1,7 @@
 """`understudy sweep SWEEP.yaml`: every combination of a grid trained, each in a process of its own, and one table at the end.
 
 output/NAME/logs/RUN.log      what each training run printed
-            sweep.json        trials and rows, rewritten after each trial
+            sweep.json        trials, rows and forecasts, rewritten after each trial
             frontier.png      size against speed, if runs were timed
 output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from data.files import MANIFEST, write_json
+from distill.commands.sweep.doubling import forecasts
 from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
@@ -58,7 +59,7 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Com
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
     command = shlex.split(options.launcher) or [sys.executable]
     with terminated_as_interrupted():
-        rows = _report(folder, sweep, trials, errors)
+        rows, foretold = _report(folder, sweep, trials, errors)
         for number, trial in enumerate(trials, start=1):
             if finished(trial):
                 continue
@@ -69,8 +70,10 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Com
                 errors[trial.config.name] = str(failed)
                 console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
             finally:
-                rows = _report(folder, sweep, trials, errors)
+                rows, foretold = _report(folder, sweep, trials, errors)
     console.print(sweep_table(sweep, rows))
+    for sentence in foretold:
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     points = points_of(rows, trials, sweep.price_per_hour)
     if (found := recommended(points)) is not None:
         console.print(frontier_table(points))
@@ -103,15 +106,18 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
     console.print(f"    {''.join(found)}{(time.perf_counter() - started) / 60:.1f} min", highlight=False)
 
 
-def _report(folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]) -> list[Combination]:
-    """The rows of the finished trials. They are also written to sweep.json."""
+def _report(
+    folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]
+) -> tuple[list[Combination], list[str]]:
+    """The rows of the finished trials, and forecasts for more prompts. They are also written to sweep.json."""
     found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
     rows = summarise(sweep, trials, found)
     told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
     points = [vars(point) for point in points_of(rows, trials, sweep.price_per_hour)]
-    result = {"format": 2, **sweep.model_dump(mode="json"), "rows": told, "points": points, "failed": errors}
-    write_json(folder / "sweep.json", result)
-    return rows
+    foretold = list(forecasts(trials))
+    result = {"rows": told, "points": points, "forecasts": foretold, "failed": errors}
+    write_json(folder / "sweep.json", {"format": 2, **sweep.model_dump(mode="json"), **result})
+    return rows, foretold
 
 
 def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:

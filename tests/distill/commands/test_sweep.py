@@ -351,6 +351,7 @@ def test_the_shipped_examples_are_sweeps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(Path(__file__).resolve().parents[3])
     assert len(plan(Path("configs/sweeps/grid.yaml"))[1]) == 18
     assert len(plan(Path("configs/sweeps/shapes.yaml"))[1]) == 3
+    assert len(plan(Path("configs/sweeps/prompts.yaml"))[1]) == 4
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))

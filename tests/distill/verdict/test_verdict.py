@@ -197,9 +197,11 @@ def test_alpha_on_learned_text_stands_beside_held_out_alpha() -> None:
 
     evidence = evidence_of(0.1, None)
     found = verdict_of(evidence, checkpoints=[judgement()] * 2, self_checks={}, learned=row)
-    assert "On responses that it learned, alpha is 1.000, on held-out ones 0.500: more prompts would help" in str(
-        found.facts
+    fact = next(fact for fact in found.facts if "learned" in fact)
+    assert fact.startswith(
+        "On responses that it learned, alpha is 1.000, on held-out ones 0.500: more prompts would help"
     )
+    assert "`understudy sweep configs/sweeps/prompts.yaml`" in fact
     assert row in found.measured
     even = replace(row, alpha=0.61, alpha_ci=(0.6, 0.62))
     assert "learned" not in str(verdict_of(evidence, checkpoints=[judgement()] * 2, self_checks={}, learned=even).facts)
