@@ -87,7 +87,7 @@ def start(config: RunConfig) -> Run:
 
 
 def distil(run: Run) -> None:
-    """From prompts to verdict and the engine's own times. Results that an earlier start left in the run's folder are reused."""
+    """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
     config = run.config
     require_signal(config)
     target = Target(config.target, run.device, run.folder)
@@ -106,7 +106,6 @@ def distil(run: Run) -> None:
         run.accelerator.free_memory()
         gc.collect()
         conclude_run(data, dict(checks))
-    time_serving_engine(run)  # Nothing else needs memory now.
     run.wait()
 
 
@@ -259,12 +258,12 @@ def command(options: TrainOptions) -> int:
         launch_if_asked(options, "distill.train", options.config, *overrides)
         run = start(config)
         distil(run)
+        run.end(lambda: time_serving_engine(run))  # Nothing else needs memory now, and no rank waits for it.
     except (Exception, KeyboardInterrupt) as error:
         if run is not None and isinstance(error, Interrupted):
             run.end()  # all ranks have agreed to stop
             return exit_status(error)
         return exit_status(error, run.accelerator.trackers if run is not None else ())
-    run.end()
     return 0
 
 

@@ -96,9 +96,10 @@ class Run:
         self.wait()  # The ranks form their group first, so that all of them notice when one is refused.
         self.once(self.folder / CONFIG, claimed)
 
-    def end(self) -> None:
-        """Finish the trackers and release the folder."""
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
+        """Finish the trackers, part from the other ranks, do what is ``last``, and release the folder."""
         self.accelerator.end_training()
+        last()
         self._held = None
 
     def say(self, line: str) -> None:

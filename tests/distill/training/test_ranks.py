@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from failures import full_disk
-from processes import rank_statuses, run_ranks
+from processes import rank_statuses, run_ranks, until
 from tiny_training import (
     ScriptedJudge,
     before_step,
@@ -143,6 +143,25 @@ def _rank(rank: int, folder: Path, spoil: Callable[[Trainer], None]) -> None:
     train.distil = distil
     torch.distributed.destroy_process_group = lambda *_: time.sleep(60)
     sys.exit(train.main([str(folder / "run.yaml")]))
+
+
+def _times_an_engine(rank: int, folder: Path) -> None:
+    """The main process times until the other rank is gone."""
+    forget_accelerators()
+
+    def timed(run: Run) -> None:
+        if run.main:
+            until((folder / "gone").exists)
+
+    train.distil, train.time_serving_engine = lambda run: run.wait(), timed
+    assert train.main([str(folder / "run.yaml")]) == 0
+    if rank:
+        (folder / "gone").touch()
+
+
+def test_no_rank_waits_for_the_times_of_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(dump_config(run_config(tmp_path)), encoding="utf-8")
+    assert rank_statuses(_times_an_engine, tmp_path, limit=30) == [0, 0]
 
 
 def _spike_or_not(rank: int, folder: Path) -> None:
