@@ -86,17 +86,23 @@ def _differences(url: str, pages: list[DraftCounts], gamma: int | None) -> Accep
 def read_answers(path: Path) -> AcceptanceLog:
     """The records of answers that `understudy readback` kept as JSON lines. Those without drafted tokens are skipped.
 
+    So is a last line without an end, which a killed readback leaves.
+
     Raises UserError: no such file, a damaged line (with its number), counts that contradict each other, or no records.
     """
     if not path.is_file():
         raise UserError(f"--log {path}: no such file; give the answers of a readback, or see `understudy traffic show`")
-    records, idle = list[AcceptanceRecord](), 0
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    records, idle, warnings = list[AcceptanceRecord](), 0, list[str]()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             counts = read_counts(row["response"])
             label = str(row["domain"])
         except (ValueError, RecursionError, LookupError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                warnings = [f"line {number}, the last, is only the start of an answer and is skipped"]
+                continue
             raise UserError(f"{path}:{number}: {error}; give the answers of a readback, RUN/{ANSWERS}") from None
         if counts is None or not counts.drafted or counts.accepted is None:
             idle += 1
@@ -104,4 +110,5 @@ def read_answers(path: Path) -> AcceptanceLog:
             records.append(AcceptanceRecord(counts.drafted, counts.accepted, counts.blocks, label))
     if not records:
         raise UserError(f"--log {path}: no answer with drafted tokens; give the answers of a readback, RUN/{ANSWERS}")
-    return AcceptanceLog(records, False, [f"{idle} answers have no drafted tokens and are skipped"] * bool(idle))
+    warnings += [f"{idle} answers have no drafted tokens and are skipped"] * bool(idle)
+    return AcceptanceLog(records, False, warnings)

@@ -171,6 +171,18 @@ def test_answers_that_tell_nothing_are_one_line(tmp_path: Path, line: str, words
         read_answers(tmp_path / "log.jsonl")
 
 
+def test_the_start_of_an_answer_in_the_last_line_is_skipped_and_said(tmp_path: Path) -> None:
+    whole = json.dumps({"domain": "a", "response": {"timings": {"draft_n": 4, "draft_n_accepted": 3}}}) + "\n"
+    path = tmp_path / "log.jsonl"
+    path.write_text(whole * 2 + whole[:40])
+    log = read_answers(path)
+    assert len(log.records) == 2
+    assert log.warnings == ["line 3, the last, is only the start of an answer and is skipped"]
+    path.write_text(whole[:40] + "\n" + whole)
+    with pytest.raises(UserError, match="jsonl:1: "):
+        read_answers(path)
+
+
 def test_gamma_is_the_logs_where_it_tells() -> None:
     def log(*pairs: tuple[int, int | None]) -> AcceptanceLog:
         return AcceptanceLog([AcceptanceRecord(drafted, 1, blocks) for drafted, blocks in pairs])
