@@ -97,10 +97,7 @@ class LoggedAnswers:
     def _chosen(self, prompts: Sequence[RenderedPrompt]) -> list[int]:
         """Numbers of the prompts whose logged answer was sampled at these settings, by share."""
         config, chosen = self.run.config.data, []
-        columns = (texts_of(prompts, name).to_pylist() for name in ("prompt_id", "logged"))
-        for number, (prompt_id, text) in enumerate(zip(*columns, strict=True)):
-            if not text or zlib.crc32(prompt_id.encode()) >= config.logged_share * 2**32:
-                continue
+        for number, text in logged_answers(prompts, config.logged_share).items():
             answer = LoggedAnswer(**json.loads(text))
             reason = other_settings(answer, self.settings.sampling)
             if reason == UNSTATED and config.bad_rows == "error":
@@ -162,6 +159,13 @@ class LoggedAnswers:
                     f"{wrong:,} of {len(answers):,} by themselves, and the log-probability of a token of the others is {off:+.2f} nats "
                     "from the expected one; remove the rows of that model, or set data.responses: fresh"
                 )
+
+
+def logged_answers(prompts: Sequence[RenderedPrompt], share: float) -> dict[int, str]:
+    """Number of a prompt -> its logged answer as JSON, for this share of those that have one, chosen by id."""
+    columns = (texts_of(prompts, name).to_pylist() for name in ("prompt_id", "logged"))
+    rows = enumerate(zip(*columns, strict=True))
+    return {number: text for number, (key, text) in rows if text and zlib.crc32(key.encode()) < share * 2**32}
 
 
 def other_settings(answer: LoggedAnswer, wanted: SamplingSettings) -> str:

@@ -14,6 +14,7 @@ from distill.config.run import RunConfig
 from distill.models.student import outlined_student
 from distill.models.target import Target
 from distill.models.text_model import without_weights
+from distill.run.logged import logged_answers
 from distill.run.prompts import PromptSets
 from distill.training.micro_batch import state_bytes
 from distill.training.optim import default_lr
@@ -30,7 +31,10 @@ def plan_lines(config: RunConfig, target: Target, prompts: PromptSets, device: t
     """The plan of a run whose length is settled (`RunConfig.settled`); needs no weights. Raises UserError: as `outlined_student`."""
     draft = outlined_student(config.student, target.side.config, config.target.trust_remote_code)
     train, serving, lengths = config.train, config.serving, prompt_lengths(prompts.train)
-    answers = len(prompts.train) * serving.samples_per_prompt
+    answers, logs = len(prompts.train) * serving.samples_per_prompt, config.data.responses == "logged"
+    logged = (
+        f", up to {len(logged_answers(prompts.train, config.data.logged_share)):,} of them from logs" if logs else ""
+    )
     tokens, most = int(lengths.sum()), answers * serving.max_tokens
     epochs, lr = config.sequences(train.steps) / answers, config.optim.lr
     objective = " + ".join(
@@ -42,7 +46,7 @@ def plan_lines(config: RunConfig, target: Target, prompts: PromptSets, device: t
     rate = f"{lr or default_lr(draft):g} ({'optim.lr' if lr else 'by the size of the draft'})"
     lines = [
         f"  prompts        {len(prompts.train):,} to train on ({tokens:,} tokens), {len(prompts.heldout):,} held out",
-        f"  answers        {answers:,} of up to {serving.max_tokens} tokens each: at most {most:,} tokens",
+        f"  answers        {answers:,} of up to {serving.max_tokens} tokens each: at most {most:,} tokens{logged}",
         f"  training       {train.steps:,} steps of {train.batch_size} sequences = {epochs:.3g} epochs; {checkpoints} checkpoints",
         f"  learning rate  {rate}, {config.optim.name}, {objective}",
         f"  memory         {_sizes(memory)}; {'' if free is None else f'{decimal(free)} free on {device}; '}activations come on top",

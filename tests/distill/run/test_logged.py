@@ -17,7 +17,7 @@ from data.prompts.logs import LoggedAnswer
 from data.prompts.prompt import Template
 from data.responses.rendered import RenderedPrompt
 from data.responses.store import Row
-from distill import respond
+from distill import respond, train
 from distill.config.layout import LOGGED, RESPONSES
 from distill.config.load import load_config
 from distill.models.target import Target
@@ -112,11 +112,14 @@ def test_the_targets_own_answers_are_taken_with_its_probabilities(folder: Path, 
     assert texts(rows_of(folder, "own", folder / "target", log, responses="logged")) == texts(rows)
 
 
-def test_a_share_of_the_prompts_is_answered_again(folder: Path, fresh: list[Row]) -> None:
+def test_a_share_of_the_prompts_is_answered_again(folder: Path, fresh: list[Row], capsys: Any) -> None:
     log = log_of(folder / "own.jsonl", fresh)
     logged = {"responses": "logged", "logged_share": 0.5}
     rows = rows_of(folder, "shared", folder / "target", log, **logged)
     taken = record_of(folder, "shared")["taken"]
+    assert train.main([str(folder / "shared.yaml"), "--dry-run"]) == 0
+    planned = f"at most {24 * len(rows):,} tokens, up to {taken} of them from logs"
+    assert f"{len(rows)} of up to 24 tokens each: {planned}" in capsys.readouterr().out
     assert 0.25 * len(rows) < taken < 0.75 * len(rows)
     before = texts(fresh)
     same = sum(before[tuple(row.prompt_ids)] == row.response_ids for row in rows)
