@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from data.batches.examples import as_examples
 from data.responses.store import StoredRows
-from distill.commands.readback.clock import time_serving_engine
 from distill.config.command_line import TrainOptions, run_program
 from distill.config.layout import JUDGEMENT, JUDGING
 from distill.config.load import load_config
@@ -42,7 +41,6 @@ from distill.training.signal import make_teacher, require_signal
 from distill.training.teacher import CapturingTeacher, Teacher
 from distill.training.tracking import judged_scalars, start_trackers
 from distill.training.trainer import Checkpoint, Trainer
-from distill.verdict.conclusion import conclude_run
 from distill.verdict.judge import DraftJudge, require_served
 from speculative.drafters.draft import Drafting
 from speculative.engine.models import mask_token_of
@@ -88,6 +86,8 @@ def start(config: RunConfig) -> Run:
 
 def distil(run: Run) -> None:
     """From prompts to verdict. Results that an earlier start left in the run's folder are reused."""
+    from distill.verdict.conclusion import conclude_run  # Imported late, with its figures: a dry run needs none.
+
     config = run.config
     require_signal(config)
     target = Target(config.target, run.device, run.folder)
@@ -256,6 +256,8 @@ def command(options: TrainOptions) -> int:
             print_plan(config, options.num_processes or 1)
             return 0
         launch_if_asked(options, "distill.train", options.config, *overrides)
+        from distill.commands.readback.clock import time_serving_engine  # Imported late: a dry run starts no engine.
+
         run = start(config)
         distil(run)
         run.end(lambda: time_serving_engine(run))  # Nothing else needs memory now, and no rank waits for it.

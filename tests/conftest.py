@@ -243,9 +243,9 @@ def server() -> Iterator[tuple[str, Any]]:
 @pytest.fixture
 def without_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end behind their last checkpoint: verdict, report and plot are what takes longest in a tiny run."""
-    from distill import train
+    from distill.verdict import conclusion
 
-    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
+    monkeypatch.setattr(conclusion, "conclude_run", lambda *_: None)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from distill.config.sections import OptimConfig
 from speculative.errors import UserError
@@ -128,6 +127,8 @@ def _adamw(groups: list[dict[str, Any]], lr: float, optim: OptimConfig) -> torch
 
 def make_schedules(optimizers: list[torch.optim.Optimizer], optim: OptimConfig, steps: int) -> list[Any]:
     """Linear warm-up, then cosine decay to a tenth of the peak."""
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup  # Imported late: it brings peft.
+
     return [
         get_cosine_with_min_lr_schedule_with_warmup(
             optimizer,

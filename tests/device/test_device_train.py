@@ -13,6 +13,7 @@ from data.batches.collate import Batch
 from distill import train
 from distill.training import micro_batch
 from distill.training.trainer import StepResult, Trainer
+from distill.verdict import conclusion
 
 pytestmark = pytest.mark.device
 
@@ -62,7 +63,7 @@ def test_what_a_training_step_asks_of_the_device(tmp_path: Path, monkeypatch: py
         return result
 
     monkeypatch.setattr(Trainer, "step", counted)
-    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
+    monkeypatch.setattr(conclusion, "conclude_run", lambda *_: None)
     assert run(tmp_path, "judge.live=never") == 0
     reads, micro_batches, tensors = 3, 2, 3  # ids, rows, labels
     assert asked == [(reads, 1, 2, micro_batches * tensors)] * 2
@@ -96,7 +97,7 @@ def test_the_micro_batch_is_the_largest_that_a_trial_step_fits(
     monkeypatch.setattr(micro_batch, "trial_step", trial)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: sizes[-1] * gib_each * 2**30)
     monkeypatch.setattr(train, "judge_all", lambda loop, _: trained.append(len(loop.micro_batches(0)[0].input_ids_BT)))
-    monkeypatch.setattr(train, "conclude_run", lambda *_: None)
+    monkeypatch.setattr(conclusion, "conclude_run", lambda *_: None)
     assert run(answered, "judge.live=never", "train.micro_batch_size=null", "train.batch_size=8") == 0
     assert trained == [expected]
     printed = capsys.readouterr().out

@@ -20,7 +20,6 @@ from tiny_training import forget_accelerators
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from distill import train
 from distill.cli import app
 from distill.commands.probe import probe
 from distill.commands.readback import clock
@@ -118,7 +117,7 @@ def _serve(words: list[str], out: Path) -> None:
 
 @pytest.mark.usefixtures("stub_vllm", "without_figures")
 def test_the_commands_of_the_readme_run(place: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "time_serving_engine", lambda run: None)  # README's next command
+    monkeypatch.setattr(clock, "time_serving_engine", lambda run: None)  # README's next command
     monkeypatch.setattr(clock, "REPEATS", 2)
     (config,) = blocks("README.md", "yaml")
     (place / "support.yaml").write_text(config, encoding="utf-8")

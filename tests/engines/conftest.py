@@ -12,6 +12,7 @@ from distill.commands.export import export_run
 from distill.commands.options import ExportOptions
 from distill.config import layout
 from distill.config.layout import EXPORT
+from distill.verdict import conclusion
 
 CONFIG = """
 name: pair
@@ -39,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "pair.yaml"
     config.write_text(CONFIG.format(folder=folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "conclude_run", lambda *_: None)  # the verdict takes longer than all before it
+        patch.setattr(conclusion, "conclude_run", lambda *_: None)  # the verdict takes longer than all before it
         assert train.main([str(config)]) == 0
     run = folder / "runs" / "pair"
     export_run(ExportOptions(run, run / EXPORT))

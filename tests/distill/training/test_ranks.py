@@ -32,6 +32,7 @@ from tiny_training import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from distill import faults, train
+from distill.commands.readback import clock
 from distill.config.layout import JUDGEMENT, JUDGING, PROPOSALS, RESULT, step_folder
 from distill.config.load import dump_config, load_config
 from distill.config.run import RunConfig
@@ -153,7 +154,7 @@ def _times_an_engine(rank: int, folder: Path) -> None:
         if run.main:
             until((folder / "gone").exists)
 
-    train.distil, train.time_serving_engine = lambda run: run.wait(), timed
+    train.distil, clock.time_serving_engine = lambda run: run.wait(), timed
     assert train.main([str(folder / "run.yaml")]) == 0
     if rank:
         (folder / "gone").touch()

@@ -44,6 +44,7 @@ from distill.models.heads import SplitModel
 from distill.run import checkpoint
 from distill.training.batches import make_objective
 from distill.training.trainer import NotFinite, Trainer
+from distill.verdict import conclusion
 from speculative.errors import UserError
 from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 
@@ -455,7 +456,7 @@ def _train(path: Path) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     forget_accelerators()
     # The verdict and its plot are made from what is on disk, after everything that this file looks at.
-    train.conclude_run = lambda *_: None
+    conclusion.conclude_run = lambda *_: None
     os._exit(train.main([str(path)]))
 
 
