@@ -160,9 +160,10 @@ def test_nobody_compares_the_name_of_a_rule_or_an_engine() -> None:
 def unsettled(source: str) -> list[int]:
     """Lines that read a config with a user's overrides and do not ask its engine."""
     tree, least = ast.parse(source), {"load_config": 2, "load_trusted": 3}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    settled = {id(call.args[0]) for call in calls if call.func.id == "for_engine"}  # type: ignore[attr-defined]
-    return [call.lineno for call in calls if len(call.args) >= least.get(call.func.id, 99) and id(call) not in settled]  # type: ignore[attr-defined]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [(getattr(call.func, "id", ""), call) for call in calls]
+    settled = {id(call.args[0]) for name, call in named if name == "for_engine"}
+    return [call.lineno for name, call in named if len(call.args) >= least.get(name, 99) and id(call) not in settled]
 
 
 def test_a_command_that_takes_overrides_lets_the_engine_set_its_rule() -> None:

@@ -68,7 +68,7 @@ def forecast(fits: Sequence[Fit]) -> str:
 
 
 def forecasts(trials: Sequence[Trial]) -> Iterator[str]:
-    """A sentence for each three finished runs on P, 2P and 4P prompts that differ in nothing else, and how it came out if there is one on 8P.
+    """A sentence for each three finished runs on P, 2P and 4P prompts that differ in nothing else, and how it came out on 8P.
 
     Raises UserError: as `Fit.read`.
     """

@@ -171,7 +171,7 @@ def test_answers_that_tell_nothing_are_one_line(tmp_path: Path, line: str, words
         read_answers(tmp_path / "log.jsonl")
 
 
-def test_the_start_of_an_answer_in_the_last_line_is_skipped_and_said(tmp_path: Path) -> None:
+def test_a_last_line_that_a_kill_cut_off_is_skipped(tmp_path: Path) -> None:
     whole = json.dumps({"domain": "a", "response": {"timings": {"draft_n": 4, "draft_n_accepted": 3}}}) + "\n"
     path = tmp_path / "log.jsonl"
     path.write_text(whole * 2 + whole[:40])

@@ -182,7 +182,7 @@ def test_a_run_says_its_plan_and_its_time_and_ends_with_the_screen_of_show(
 
 
 def test_a_dry_run_imports_no_pictures_servers_or_adapters() -> None:
-    heavy = ("matplotlib", "peft", "jinja2", "distill.commands.serve", "distill.report.page")
+    heavy = ("matplotlib", "peft", "distill.commands.serve", "distill.report.page")
     code = f"import sys, distill.train; print(*(name for name in {heavy} if name in sys.modules))"
     root = Path(__file__).resolve().parents[3]
     told = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
