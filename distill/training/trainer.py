@@ -156,7 +156,8 @@ class Trainer:
         due = -(-self.config.train.steps // every) - self.progress.step // every
         spent = timedelta(seconds=round(left * step + due * judgement))
         self.run.say(
-            f"after {FORECAST} steps: {spent} left, for {left:,} steps of {step:.2g} s and {due} judgements of {judgement:.2g} s; "
+            f"after {FORECAST} steps: {spent} left, for {left:,} steps of {step:.2g} s and {due} judgements of "
+            f"{timedelta(seconds=round(judgement))}; "
             "then the verdict"
         )
 
