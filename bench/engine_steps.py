@@ -1,13 +1,17 @@
-"""Where llama.cpp's time goes: milliseconds of a call of n tokens, and of a generated token by sampler, for each kind of weights.
+"""Where llama.cpp's time goes: milliseconds of a call of n tokens, of a generated token by sampler, of a block with a draft.
 
-    python bench/engine_steps.py TARGET --weights f16,bf16,q8_0 --threads 2 --out bench/results/engine_steps_cpu.json
+    python bench/engine_steps.py TARGET --weights f16,bf16,q8_0 --draft DIR --out bench/results/engine_steps_cpu.json
 
 A call of n tokens is what verifies n - 1 drafted tokens. It is timed as a request whose prompt is cached but for its last n tokens,
-by the engine's own `timings`. TARGET: a Hugging Face directory, or a GGUF file with --weights auto.
+by the engine's own `timings`. A block is timed at temperature 0, with the first kind of --weights; that it verifies what the draft
+proposed, whether it is accepted or not, makes its time that of any draft of the size. TARGET: a Hugging Face directory, or a GGUF file
+with --weights auto.
 """
 
 from distill.faults import run_script
 
+import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -15,6 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -67,9 +72,22 @@ def times_of(url: str, sizes: list[int]) -> dict[str, dict[str, float]]:
     return {"call": {str(size): median(times[1:]) for size, times in calls.items()}, "token": tokens}
 
 
+def block_ms(url: str) -> float:
+    """Milliseconds of a block: each emits its accepted tokens and one more."""
+    blocks = []
+    for turn in range(5):
+        opening = [random.Random(turn).randrange(300, 3000) for _ in range(CONTEXT)]
+        found = ask(url, prompt=opening, n_predict=GENERATED, ignore_eos=True, **SAMPLERS["greedy"])
+        blocks.append(found["predicted_ms"] / (found["predicted_n"] - 1 - found.get("draft_n_accepted", 0)))
+    return median(blocks[1:])
+
+
 def main(
     target: Annotated[str, typer.Argument(help="Hugging Face directory or GGUF file")],
     weights: Annotated[str, typer.Option(help="types, separated by commas")] = "f16,bf16,q8_0",
+    draft: Annotated[str, typer.Option(help="Hugging Face directory; empty: no blocks")] = "",
+    draft_weights: Annotated[str, typer.Option(help="types, separated by commas")] = "f16,q8_0,q4_0",
+    gammas: Annotated[str, typer.Option(help="drafted tokens of a block")] = "1,2,3",
     tokens: Annotated[str, typer.Option(help="tokens of a call, separated by commas")] = "1,2,3,4,6",
     threads: Annotated[int, typer.Option(min=1)] = 2,
     port: Annotated[int, typer.Option(min=1024, max=65535)] = 8091,
@@ -77,26 +95,44 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Time each kind of weights in a server of its own."""
-    program, url, measured = BUILT / "bin/llama-server", f"http://127.0.0.1:{port}", dict[str, Any]()
+    program, url = BUILT / "bin/llama-server", f"http://127.0.0.1:{port}"
     if not program.is_file():
         raise UserError(f"{program}: not there; `make engines` builds it")
-    sizes = sorted(numbers_of("--tokens", tokens, int, 1, 512))
-    for kind in weights.split(","):
-        words = ["-m", "distill.engines.llama_cpp", target, "--store", str(store), "--program", str(program)]
-        words += ["--weights", kind, "--port", str(port), "-c", "512", "--parallel", "1", "--no-warmup"]
-        words += [word for flag in ("-t", "-tb") for word in (flag, str(threads))]
-        with (
-            tempfile.TemporaryFile() as log,
-            subprocess.Popen([sys.executable, *words], stdout=log, stderr=log) as engine,
-        ):
-            try:
-                wait_for(url, engine)
-                measured[kind] = times_of(url, sizes)
-            finally:
-                engine.terminate()
+    sizes, count = sorted(numbers_of("--tokens", tokens, int, 1, 512)), str(threads)
+    shared = ["-m", "distill.engines.llama_cpp", target, "--store", str(store), "--program", str(program)]
+    shared += ["--port", str(port), "-c", "512", "--parallel", "1", "--no-warmup", "-t", count, "-tb", count]
+    measured: dict[str, Any] = {}
+    blocks: dict[str, dict[str, float]] = {}
+    kinds = weights.split(",")
+    for kind in kinds:
+        with running([*shared, "--weights", kind], url):
+            measured[kind] = times_of(url, sizes)
         print(kind, json.dumps(measured[kind]), flush=True)
+    for kind, gamma in itertools.product(draft_weights.split(",") if draft else [], gammas.split(",")):
+        words = ["--draft", draft, "--draft-weights", kind, "--spec-type", "draft-simple", "--spec-draft-n-max", gamma]
+        with running([*shared, "--weights", kinds[0], *words, "-td", count, "-tbd", count], url):
+            blocks.setdefault(kind, {})[gamma] = block_ms(url)
+        print(kind, gamma, json.dumps(blocks[kind][gamma]), flush=True)
     if out is not None:
-        write_result(out, {"machine": describe_run(0), "threads": threads, "target": Path(target).name, "ms": measured})
+        found = {
+            "machine": describe_run(0),
+            "threads": threads,
+            "target": Path(target).name,
+            "ms": measured,
+            "blocks": blocks,
+        }
+        write_result(out, found)
+
+
+@contextlib.contextmanager
+def running(words: list[str], url: str) -> Iterator[None]:
+    """A server with these flags while the block lasts."""
+    with tempfile.TemporaryFile() as log, subprocess.Popen([sys.executable, *words], stdout=log, stderr=log) as engine:
+        try:
+            wait_for(url, engine)
+            yield
+        finally:
+            engine.terminate()
 
 
 def wait_for(url: str, engine: subprocess.Popen[bytes]) -> None:

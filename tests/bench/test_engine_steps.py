@@ -37,3 +37,13 @@ def test_a_server_that_does_not_cache_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(program, "ask", Server(forgets=True).ask)
     with pytest.raises(UserError, match="read 65 tokens where 1 were new"):
         program.times_of("http://here", [1])
+
+
+def test_a_block_is_counted_by_what_it_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((900.0, 300.0, 330.0, 310.0, 320.0))  # the first prepares
+
+    def ask(url: str, **options: Any) -> dict[str, Any]:
+        return {"predicted_ms": next(times), "predicted_n": 64, "draft_n_accepted": 33}
+
+    monkeypatch.setattr(program, "ask", ask)
+    assert program.block_ms("http://here") == pytest.approx(315.0 / 30)
