@@ -131,6 +131,12 @@ def hide() -> None:
     _display.hidden = True
 
 
+def note(line: str) -> None:
+    """Print a line about the work of this process, unless its phases are hidden."""
+    if not _display.hidden:
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def phase(label: str, total: int | None = None, done: int = 0, show: bool = True) -> Iterator[Phase]:
     """A phase that lasts as long as the block. done: what an earlier start finished."""

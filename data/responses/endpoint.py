@@ -1,4 +1,4 @@
-"""A target at an OpenAI-compatible server: stores its responses and top-k probabilities, and can be interrupted and continued.
+"""A target at an OpenAI-compatible server: its responses, and its most probable tokens at each place of a text.
 
 The protocol is `/v1/completions` with the extra parameters of `SERVER`. Prompts are token ids, `return_token_ids` returns the ids of the
 response, and `prompt_logprobs` the most probable tokens at every place of a text. Some servers have
@@ -6,34 +6,30 @@ no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.responses.dealing import Dealing, Lane
 from data.responses.endpoint_keys import SERVER, Endpoint
 from data.responses.engine_http import engine_http, within
 from data.responses.prompt_logprobs import read_topk
 from data.responses.rendered import RenderedPrompt
-from data.responses.respond import ResponsePlan, row_of
-from data.responses.server_identity import TEXTS, TOP, ServerIdentity, recognise
-from data.responses.store import Row, Store
+from data.responses.server_identity import TEXTS, TOP, ServerIdentity, WrongServer, recognise
 from data.signals.signal import TopKSignal
-from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings, Response
 from speculative.errors import UserError
-from speculative.progress import phase
+from speculative.progress import note
 from speculative.rules.sampling import SamplingSettings
 
-_WRITTEN_AT_ONCE = 64  # Examples in a file of top-k probabilities.
-_ENTRY_BYTES = 200  # Maximum size of an entry of `prompt_logprobs`: an id, its log-probability, rank and text.
 _RETRY_SECONDS = 60.0  # The longest time that openai waits before a retry.
-_PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
+PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
 
 Choice = Mapping[str, Any]  # One choice of an answer, as the server wrote it.
@@ -89,9 +85,9 @@ class EndpointTarget:
             listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
             url, wanted, names = self.endpoint.url, self.endpoint.model, ", ".join(listed) or "no model"
             if wanted is None and len(listed) != 1:
-                raise UserError(f"target.endpoint.model (--model): {url} serves {names}; set one of them")
+                raise WrongServer(f"target.endpoint.model (--model): {url} serves {names}; set one of them")
             if wanted is not None and wanted not in listed:
-                raise UserError(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
+                raise WrongServer(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
             self._model = wanted or next(iter(listed))
             # Not of every server: the directory or hub id behind the name.
             self._root = getattr(listed[self._model], "root", None)
@@ -102,13 +98,14 @@ class EndpointTarget:
 
         Raises UserError: as `model`; another tokenizer; another model than the recorded one.
         """
+        self._model = None  # Another one may be served now.
         choice = self._complete(
-            _PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
+            PROBE_TEXT, max_tokens=1, temperature=0.0, add_special_tokens=False, return_token_ids=True
         )
         theirs = choice.get("prompt_token_ids")
-        ours = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"])
+        ours = list(self.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
         if theirs is not None and list(theirs) != ours:
-            raise UserError(
+            raise WrongServer(
                 f"{self.endpoint.url}: {self.model} splits text into other tokens than the tokenizer of {self.label} "
                 f"({theirs[:6]}... and {ours[:6]}...); set {self.label} to the directory or hub id of the served model"
             )
@@ -117,78 +114,43 @@ class EndpointTarget:
     def _recognise(self) -> None:
         """Refuse another model than the one that answered before."""
         if self.record is not None:
-            says = [self._next_token(text) for text in TEXTS]
+            says = [self.next_token(text) for text in TEXTS]
             recognise(self.record, ServerIdentity(model=self.model, root=self._root, next=says), self.endpoint.url)
 
-    def _next_token(self, text: str) -> dict[str, float]:
-        """Log-probabilities of the most probable tokens after a text; empty if the server does not return them."""
-        # At temperature 1, processed and raw probabilities are equal.
-        choice = self._complete(text, max_tokens=1, temperature=1.0, logprobs=TOP)
+    def next_token(self, text: str | list[int]) -> dict[str, float]:
+        """Log-probabilities of the most probable tokens after a text; empty if the server does not return them.
+
+        They are by the words of tokens, or if the text is ids by `token_id:N`.
+        """
+        # At temperature 1 and with nothing cut, processed and raw probabilities are equal.
+        neutral = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        as_ids = {} if isinstance(text, str) else {"return_tokens_as_token_ids": True}
+        choice = self._complete(text, max_tokens=1, logprobs=TOP, **neutral, **as_ids)
         return ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
 
-    def respond(self, store: Store, plan: ResponsePlan, settings: DecodeSettings, show: bool = True) -> None:
-        """Like `data.responses.respond.respond`.
-
-        Every request has a seed made from (settings.seed, prompt id, sample number), so responses after a kill are the same, if the
-        server respects seeds.
-
-        Raises UserError: the server does not answer, or not at these settings. Finished shards are kept.
-        """
-        lacking, total = plan.share(store)
-        if not lacking:
+    def compare_chat(self) -> None:
+        """Warn if the server makes other tokens of a chat than the tokenizer's chat template, where it has a chat API that says so."""
+        if not self.tokenizer.chat_template:
             return
-        self.check()
-        self._check_probabilities(settings.sampling, plan.prompts)
-        answers: dict[int, dict[int, Row]] = {shard: {} for shard, _ in lacking}
-        wanted = {shard: len(numbers) for shard, numbers in lacking}
-
-        def work(job: tuple[int, int]) -> Row:
-            prompt, sample = plan.job(job[1])
-            return row_of(prompt, sample, self.answer(prompt.prompt_ids, settings, f"{prompt.prompt_id}:{sample}"))
-
-        label, done = f"{store.folder.name} responses", total - sum(wanted.values())
-        with phase(label, total, done, show and plan.rank == 0) as progress:
-            for (shard, number), row in self.each(work, ((shard, job) for shard, jobs in lacking for job in jobs)):
-                progress.count(len(row.log_target_probs))
-                progress.advance()
-                answers[shard][number] = row
-                if len(answers[shard]) == wanted[shard]:
-                    rows = answers.pop(shard)
-                    ordered = [rows[number] for number in sorted(rows)]
-                    store.write_shard(shard, ordered)
-
-    def topk(
-        self, store: SignalStore, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1, show: bool = True
-    ) -> None:
-        """Write the missing signal of an opened store. Example i is row i; each rank writes every `ranks`-th.
-
-        Raises UserError: the server does not answer or returns no or too few `prompt_logprobs`. Finished rows are kept.
-        """
-        missing = [index for index in store.missing() if index % ranks == rank]
-        if not missing:
+        chat: Any = [{"role": "user", "content": PROBE_TEXT}]
+        ours = list(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        raw, body = self.client.chat.completions.with_raw_response, {"return_token_ids": True}
+        try:
+            content = raw.create(model=self.model, messages=chat, max_tokens=1, extra_body=body).http_response.content
+            theirs = list(json.loads(content)["prompt_token_ids"])
+        except Exception:  # Whatever is wrong with its chat API: prompts are sent as ids.
             return
-        longest = max(len(rows[index].prompt_ids) + len(rows[index].response_ids) for index in missing)
-        if (needed := longest * (k + 2) * _ENTRY_BYTES) > self.most_bytes:
-            self.most_bytes, self._client = needed, None
-        self.check()
-        mine = len(range(rank, len(rows), ranks))
+        if theirs != ours:
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(theirs, ours, strict=False)))
+            note(
+                f"warning: {self.endpoint.url}: its chat template makes {len(theirs)} tokens of a chat and that of {self.label} "
+                f"{len(ours)}, of which the first {same} are equal; answers are not affected, but chats that it serves are"
+            )
 
-        def work(index: int) -> TopKSignal:
-            return self.score(rows[index].prompt_ids, rows[index].response_ids, k)
-
-        with phase("teacher signal", mine, mine - len(missing), show and rank == 0) as progress:
-            scored: dict[int, TopKSignal] = {}
-            try:
-                for index, signal in self.each(work, missing):
-                    scored[index] = signal
-                    if len(scored) == _WRITTEN_AT_ONCE:
-                        store.write(scored)
-                        scored = {}
-                    progress.count(len(signal.log_tail_R))
-                    progress.advance()
-            finally:
-                if scored:
-                    store.write(scored)
+    def allow(self, size: int) -> None:
+        """Accept answers of so many bytes."""
+        if size > self.most_bytes:
+            self.most_bytes, self._client = size, None
 
     def answer(self, prompt_ids: Sequence[int], settings: DecodeSettings, key: str) -> Response:
         """One response to a prompt, sampled by the server with a seed made from the settings' seed and ``key``.
@@ -212,7 +174,7 @@ class EndpointTarget:
             raise UserError(f"{self.endpoint.url}: {error}") from error
         return TopKSignal(*map(torch.from_numpy, found))
 
-    def _check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
+    def check_probabilities(self, sampling: SamplingSettings, prompts: Sequence[RenderedPrompt]) -> None:
         """Refuse a server that returns raw probabilities if the sampling settings change them.
 
         With top_k 1 a sampled token has probability one under the settings; its raw probability is lower.
@@ -225,7 +187,7 @@ class EndpointTarget:
             )
             values = (choice.get("logprobs") or {}).get("token_logprobs") or []
             if any(float(value) < -1e-3 for value in values):
-                raise UserError(
+                raise WrongServer(
                     f"{self.endpoint.url}: returns probabilities before temperature, top-k and top-p; start the server with "
                     "--logprobs-mode processed_logprobs, or set serving.temperature: 1 without top_k, top_p and min_p"
                 )
@@ -304,25 +266,7 @@ class EndpointTarget:
 
     def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (job, result) as they finish, `concurrency` at a time. After an error or Ctrl-C no more requests are made."""
-        waiting, under_way = iter(jobs), dict[Future[Any], Any]()
-        pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="endpoint")
-        try:
-            while True:
-                while len(under_way) < 2 * self.endpoint.concurrency and (job := next(waiting, None)) is not None:
-                    under_way[pool.submit(work, job)] = job
-                if not under_way:
-                    break
-                finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                # Successful ones first, so that an error of one request does not lose the results of others.
-                for future in sorted(finished, key=lambda future: future.exception() is not None):
-                    job = under_way.pop(future)
-                    yield job, future.result()
-        finally:
-            for future in under_way:
-                future.cancel()
-            if under_way:
-                self.close()  # Otherwise the interpreter would wait for requests that are not needed.
-            pool.shutdown(wait=not under_way, cancel_futures=True)
+        return Dealing([Lane(self)], lambda _, job: work(job), EndpointTarget.check, jobs).results()
 
 
 def response_of(

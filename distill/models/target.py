@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from data.files import write_json
 from data.prompts.prompt import Template
 from data.prompts.template import turn_end
-from data.responses.endpoint import EndpointTarget
+from data.responses.servers import Servers
 from distill.config.layout import RESPONSES, SERVER_IDENTITY, TARGET_FACTS
 from distill.config.target import TargetConfig
 from distill.models.load import (
@@ -203,12 +203,12 @@ class Target:
         return load_target_side(self.config.path, self.config.trust_remote_code, self.config.revision, self.tokenizer)
 
     @functools.cached_property
-    def endpoint(self) -> EndpointTarget:
-        """The server that holds the weights."""
+    def endpoint(self) -> Servers:
+        """The servers that answer."""
         assert self.config.endpoint is not None
         rows = vocabulary_rows(self.side.config)
-        record = self._run / RESPONSES / SERVER_IDENTITY if self._run else None
-        return EndpointTarget(self.config.endpoint, self.tokenizer, rows, record)
+        record = self._run / RESPONSES / SERVER_IDENTITY if self._run and self.config.at_server else None
+        return Servers(self.config.endpoint, self.tokenizer, rows, record)
 
     def _source(self) -> dict[str, object]:
         """Return what stored facts must match: the config keys, and size and time of the model's files."""

@@ -12,7 +12,9 @@ from data.prompts.template import check_learnable, on_day, template_fingerprint
 from data.responses.batch_file import WantedAnswers
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.respond import ResponsePlan, respond
+from data.responses.servers import LocalSays, local_says
 from data.responses.store import INDEX, Row, Store, StoredRows
+from data.signals.columns import bytes_per_token
 from data.signals.store import SignalManifest, signal_manifest
 from distill.config.layout import DAY, HELDOUT, HELDOUT_GREEDY, RESPONSES, TARGET_FACTS, TRAINING
 from distill.config.sections import ServingConfig
@@ -231,11 +233,25 @@ class RunData:
                 with self.target.loaded() as model:
                     respond(store, plan, model, settings, batch_size=self.run.config.serving.batch_size)
             else:
-                self.target.endpoint.respond(store, plan, settings)
+                self._served(store, plan, settings)
             run.wait()
             if run.main:
                 run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
         return self._in_order(store, plan, select)
+
+    def _served(self, store: Store, plan: ResponsePlan, settings: DecodeSettings) -> None:
+        """Let the servers answer, after a comparison of each with the local weights if there are some."""
+        config, facts, servers = self.run.config, self.target.facts, self.target.endpoint
+
+        def local() -> LocalSays:
+            with self.target.loaded() as model:
+                return local_says(model, plan.prompts)
+
+        if servers.local is None and not config.at_server:
+            servers.local = self.run.seen(local)
+        stored = config.signal.source != "online" and store.folder.name == TRAINING
+        size = bytes_per_token(config.signal.k, facts.vocab_rows) if stored else 0.0
+        servers.respond(store, plan, settings, signal_bytes=size)
 
     def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
         """The plan's rows, checked and in its order. With ``select`` the main process stores that order for all ranks."""

@@ -9,6 +9,7 @@ import torch
 from rich.filesize import decimal
 
 from data.responses.rendered import RenderedPrompt, prompt_lengths
+from data.responses.servers import TOKEN_BYTES
 from data.signals.columns import bytes_per_token
 from distill.config.run import RunConfig
 from distill.models.student import outlined_student
@@ -23,7 +24,6 @@ from speculative.errors import UserError
 from speculative.explain.token_class import token_pieces, token_text
 
 SHOWN_TOKENS = 20  # at each end of a prompt
-RESPONSE_BYTES = 9  # of a token in a store: its id, its flag and its log-probability
 STATES = 2  # checkpoints that keep what a resumed run needs
 
 
@@ -95,7 +95,7 @@ def _disk(config: RunConfig, target: Target, draft: Any, tokens: int, most: int)
     checkpoints = 1 + -(-config.train.steps // config.judge.every)
     parts = {
         f"{checkpoints} checkpoints": checkpoints * weights + STATES * (weights + state_bytes(draft, config.optim, 1)),
-        "answers": RESPONSE_BYTES * (config.serving.samples_per_prompt * tokens + most),
+        "answers": TOKEN_BYTES * (config.serving.samples_per_prompt * tokens + most),
     }
     if config.signal.source != "online":
         learned = most + (tokens * config.serving.samples_per_prompt if config.loss.prompt_weight else 0)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.responses.endpoint import EndpointTarget
 from distill.config.layout import JUDGING
 from distill.models.draft import as_exported, load_draft
 from distill.models.target import Target
@@ -145,8 +146,8 @@ class DraftJudge:
         if self.run.main:
             server.check()
 
-        def again(response: HeldoutResponse) -> HeldoutResponse:
-            said = server.answer(response.prompt_ids, self.settings, f"{response.key} {step}")
+        def again(target: EndpointTarget, response: HeldoutResponse) -> HeldoutResponse:
+            said = target.answer(response.prompt_ids, self.settings, f"{response.key} {step}")
             return replace(response, response_ids=said.response_ids, log_target_probs=said.log_target_probs)
 
         def sums_of(texts: Sequence[HeldoutResponse]) -> list[list[float]]:

@@ -36,7 +36,12 @@ class Behaviour:
     shift: int = 0  # added to every id that it says
     lost_places: int = 0  # places without prompt_logprobs, as from a prefix cache
     scale: float = 1.0  # of log-probabilities: 0.5 is no distribution any more
-    faults: dict[int, str] = field(default_factory=dict)  # number of the completion request -> 500, drop, slow, junk
+    faults: dict[int, str] = field(
+        default_factory=dict
+    )  # number of the completion request -> 500, drop, slow, junk, never
+    always: str | None = None  # a fault of every request with a seed, which are those for responses
+    seconds: float = 0.0  # that an answer takes
+    chat_ids: list[int] | None = None  # what its chat template makes of any chat; None: it has no chat API
     dead_after: int | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -80,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
         with behaviour.lock:
             number = len(behaviour.requests)
             behaviour.requests.append(request)
-        fault = behaviour.faults.get(number)
+        fault = behaviour.faults.get(number) or (behaviour.always if "seed" in request else None)
         if behaviour.dead_after is not None and number >= behaviour.dead_after:
             fault = "drop"
         if fault == "drop":
@@ -91,8 +96,10 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "junk":
             self.reply(200, b"<html>welcome</html>")
         elif not self.refused():
-            if fault == "slow":
-                time.sleep(0.6)
+            time.sleep(0.6 if fault == "slow" else 60 if fault == "never" else behaviour.seconds)
+            if self.path == "/v1/chat/completions" and behaviour.chat_ids is not None:
+                self.reply(200, {"choices": [], "prompt_token_ids": behaviour.chat_ids})
+                return
             if self.path != "/v1/completions":
                 self.error(404, "Not Found")
                 return

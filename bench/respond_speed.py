@@ -1,0 +1,103 @@
+"""Tokens per second of `understudy respond` over running vLLM servers, against vLLM's own `LLM.generate` on the same prompts.
+
+    python bench/respond_speed.py CONFIG --url http://127.0.0.1:8000/v1 --url http://127.0.0.1:8001/v1 [--offline PYTHON] [--out FILE]
+
+CONFIG: a run whose prompts are answered, into a temporary folder. --offline: the Python of an environment with vLLM; the servers should
+be stopped by then, so it waits for Enter first unless --no-wait is given. Without it only the servers are timed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from data.responses.respond import ResponsePlan
+from data.responses.servers import Servers
+from data.responses.store import Store
+from distill.config.load import load_config
+from distill.models.target import Target
+from distill.run.responses import RunData
+from distill.run.run import Run, new_accelerator
+from result_file import write_result
+
+# Reads {model, prompts, sampling, workers} and writes {tokens, seconds}; runs in the environment with vLLM.
+OFFLINE = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+asked = json.load(open(sys.argv[1]))
+model = LLM(asked["model"], max_model_len=asked["context"], **json.loads(sys.argv[3]))
+settings = [SamplingParams(**asked["sampling"], seed=number, logprobs=1) for number in range(len(asked["prompts"]))]
+prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+model.generate(prompts[:2], settings[:2], use_tqdm=False)
+start = time.perf_counter()
+answers = model.generate(prompts, settings, use_tqdm=False)
+seconds = time.perf_counter() - start
+json.dump({"tokens": sum(len(one.outputs[0].token_ids) for one in answers), "seconds": seconds}, open(sys.argv[2], "w"))
+"""
+
+
+def served(data: RunData, urls: list[str], concurrency: int, folder: Path) -> dict[str, float]:
+    """Tokens and seconds of the servers."""
+    store, prompts, config = Store(folder / "store"), data.prompts.train, data.run.config
+    endpoint = load_config(
+        config.folder / "config.yaml", [f"target.endpoint={json.dumps({'urls': urls, 'concurrency': concurrency})}"]
+    ).target.endpoint
+    assert endpoint is not None
+    store.open({"bench": 1})
+    servers = Servers(endpoint, data.target.tokenizer, data.target.facts.vocab_rows)
+    servers.check()
+    start = time.perf_counter()
+    servers.respond(store, ResponsePlan(prompts, 1, config.serving.shard_size), data.settings)
+    seconds = time.perf_counter() - start
+    return {"tokens": float(store.rows().response_tokens_N.sum()), "seconds": seconds}
+
+
+def offline(data: RunData, python: str, options: str, folder: Path) -> dict[str, float]:
+    """Tokens and seconds of `LLM.generate` in one process."""
+    serving = data.run.config.serving
+    sampling = {"temperature": serving.temperature, "top_p": serving.top_p, "top_k": serving.top_k or -1}
+    asked = {
+        "model": str(Path(data.run.config.target.path).resolve()),
+        "context": data.context,
+        "prompts": [list(prompt.prompt_ids) for prompt in data.prompts.train],
+        "sampling": sampling | {"max_tokens": serving.max_tokens, "stop_token_ids": list(data.settings.eos_ids)},
+    }
+    (folder / "asked.json").write_text(json.dumps(asked))
+    subprocess.run([python, "-c", OFFLINE, folder / "asked.json", folder / "told.json", options], check=True)
+    return dict(json.loads((folder / "told.json").read_text()))
+
+
+def main() -> int:
+    """Time both and write the ratio of their rates."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--url", action="append", required=True)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--offline", metavar="PYTHON")
+    parser.add_argument("--offline-options", default="{}", help="JSON: more arguments of vLLM's LLM")
+    parser.add_argument("--no-wait", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/respond_speed.json"))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="understudy-speed-") as place:
+        folder = Path(place)
+        run = Run(load_config(asked.config, [f"output={folder}"]), new_accelerator())
+        run.claim()
+        data = RunData(run, Target(run.config.target, run.device, run.folder))
+        result = {"servers": len(asked.url), "concurrency": asked.concurrency, "prompts": len(data.prompts.train)}
+        rows = {"respond": served(data, asked.url, asked.concurrency, folder)}
+        if asked.offline:
+            if not asked.no_wait:
+                input("stop the servers, then press Enter: ")
+            rows["offline"] = offline(data, asked.offline, asked.offline_options, folder)
+        rates = {name: row["tokens"] / row["seconds"] for name, row in rows.items()}
+        ratio = rates["respond"] / rates["offline"] if asked.offline else None
+        write_result(asked.out, result | {"rows": rows, "tokens_per_second": rates, "ratio": ratio})
+        print(rates, f"ratio {ratio}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
