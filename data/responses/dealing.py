@@ -115,7 +115,7 @@ class Dealing:
         raise fault
 
     def _next(self, lane: Lane, now: float) -> int | None:
-        """The number of the next job for a server: one that failed elsewhere, a new one, or one that is slow elsewhere."""
+        """The number of the next job for a server: of one that failed elsewhere, of a new one, or of one that is slow elsewhere."""
         while self.again:
             if (number := self.again.popleft()) in self.jobs:
                 return number
@@ -123,11 +123,11 @@ class Dealing:
             self.jobs[pair[0]] = pair[1]
             return pair[0]
         patience = max(_FEWEST_SECONDS, _SLOW * lane.longest)
-        for one in self.under_way if lane.longest else ():
-            slow = one.lane is not lane and now - one.started > patience
-            if one.number in self.jobs and one.number not in self.copied and slow:
-                self.copied.add(one.number)
-                return one.number
+        for request in self.under_way if lane.longest else ():
+            slow = request.lane is not lane and now - request.started > patience
+            if request.number in self.jobs and request.number not in self.copied and slow:
+                self.copied.add(request.number)
+                return request.number
         return None
 
     def _send(self, request: _Request) -> None:

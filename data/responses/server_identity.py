@@ -35,13 +35,13 @@ def gaps(before: Says, now: Says) -> list[float]:
 
     A token that one model does not list is at most as probable there as its least probable listed token.
     """
-    found = []
+    apart_by = []
     for old, new in zip(before, now, strict=True):
         for token in {**old, **new} if old and new else ():
             said, other = (old, new) if token in old else (new, old)
             apart = said[token] - other.get(token, min(other.values()))
-            found.append(abs(apart) if token in other else max(0.0, apart))
-    return found
+            apart_by.append(abs(apart) if token in other else max(0.0, apart))
+    return apart_by
 
 
 class ServerIdentity(Record):

@@ -258,9 +258,9 @@ class _Speed:
 
     def count(self, job: Any, url: str, row: Row) -> None:
         """An answer arrived."""
-        made, progress = len(row.log_target_probs), self.progress
-        self.tokens[url] += made
-        progress.count(made)
+        tokens, progress = len(row.log_target_probs), self.progress
+        self.tokens[url] += tokens
+        progress.count(tokens)
         progress.advance()
         if len(self.lanes) > 1:
             seconds = max(progress.seconds, 1.0)
@@ -272,7 +272,7 @@ class _Speed:
             progress.facts += f" ({', '.join(rates)})"
         if job in self.first:
             self.first.remove(job)
-            self.sampled.update(prompt=len(row.input_ids) - made, response=made)
+            self.sampled.update(prompt=len(row.input_ids) - tokens, response=tokens)
             if not self.first:
                 self._estimate()
 

@@ -62,7 +62,7 @@ def unformatted() -> int:
 
 # What is counted, the number on 2026-11-29, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
-    "product lines": (lambda: lines(PRODUCT, CODE), 46_780, 860),
+    "product lines": (lambda: lines(PRODUCT, CODE), 46_780, 1_010),
     "test lines": (lambda: lines(["tests"], (".py",)), 45_320, 1_400),
     "bench lines": (lambda: lines(["bench"], (".py",)), 7_760, 360),
     "commands": (commands, 20, 0),
