@@ -195,7 +195,9 @@ def test_a_kill_loses_only_what_was_under_way(tmp_path: Path, monkeypatch: pytes
         for behaviour in behaviours:
             behaviour.requests.clear()
         assert made(servers_at(*urls), tmp_path / "killed") == good
-        assert sum(map(answered, behaviours)) == COUNT - 11
+        # By seed, because a request of the killed run may arrive late.
+        seeds = {one["seed"] for behaviour in behaviours for one in behaviour.requests if "seed" in one}
+        assert len(seeds) == COUNT - 11
 
 
 def test_the_first_answers_tell_tokens_time_and_disk(
