@@ -169,7 +169,9 @@ def test_a_run_says_its_plan_and_its_time_and_ends_with_the_screen_of_show(
     shards = sum(path.stat().st_size for path in (run / RESPONSES / TRAINING).glob("shard-*"))
     assert float(promised[2]) == pytest.approx(shards / 1e3, rel=0.3), "files of a few rows have more than rows in them"
 
-    forecast = re.search(r"after 20 steps: 0:00:\d\d left, for 3 steps of [\d.e-]+ s and 1 judgements of 0:00:\d\d", out)
+    forecast = re.search(
+        r"after 20 steps: 0:00:\d\d left, for 3 steps of [\d.e-]+ s and 1 judgements of 0:00:\d\d", out
+    )
     assert forecast is not None
     assert list_steps(run) == [0, 20, 23]
     assert step_folder(run, 23).exists()
