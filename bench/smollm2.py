@@ -240,7 +240,7 @@ def main(
     config: Annotated[str, typer.Option(help="config of the run")] = "configs/smollm2.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
     until: Annotated[str, typer.Option(help="last stage")] = "readback",
-    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 4000,
+    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 2000,
     port: Annotated[int, typer.Option(help="port for llama.cpp", min=1024, max=65535)] = 8000,
     llama_cpp: Annotated[Path, typer.Option(help="folder in which `make engines` built llama.cpp")] = BUILT,
     out: Annotated[Path | None, typer.Option(help="JSON of the whole")] = None,
@@ -275,7 +275,7 @@ def main(
     write_result(out, result := result_of(study, seconds))
     if readme:
         page, verdict = Path("README.md"), load_verdict(study.run)
-        block = block_of(verdict, sum(seconds.values()), result["cores"], "make smollm2")
+        block = block_of(verdict, sum(seconds.values()), result["cores"], f"bench/smollm2.py --prompts {count}")
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block, "smollm2").encode())
 
 

@@ -11,7 +11,7 @@ program = bench("engine_steps")
 
 
 class Server:
-    """Keeps the longest common start of two prompts, as llama-server does, but at least a token is read. The first call of a size is slow."""
+    """Caches the start of a prompt that the last one had too, but reads a token at least; slow where it first reads so many."""
 
     def __init__(self, forgets: bool = False) -> None:
         self.cached, self.seen, self.forgets = list[int](), set[int](), forgets
