@@ -13,10 +13,10 @@ from refusals import refused
 from tiny_training import TOKENS, tiny_tokenizer
 
 from data.responses.batch_file import CHAT, COMPLETIONS, LeftOut, WantedAnswers, in_words, read_results, write_requests
-from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan
+from data.responses.servers import Servers
 from data.responses.store import Row, Store
 from speculative.decoder.responses import DecodeSettings
 from speculative.rules.rule import Rule
@@ -59,9 +59,7 @@ def by_key(store: Store) -> list[Row]:
 
 def served(folder: Path, url: str, settings: DecodeSettings) -> list[Row]:
     (want,) = wanted(folder, settings)
-    EndpointTarget(Endpoint(**address(url)), tiny_tokenizer(), TOKENS).respond(
-        want.store, want.plan, settings, show=False
-    )
+    Servers(Endpoint(**address(url)), tiny_tokenizer(), TOKENS).respond(want.store, want.plan, settings, show=False)
     return by_key(want.store)
 
 

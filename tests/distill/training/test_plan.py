@@ -71,7 +71,8 @@ def test_shipped_configs_keep_their_number_of_steps() -> None:
         "own": 2000,
         "own_lora": 1000,
         "quickstart": 60,
-        "smollm2": 600,
+        "own_servers": 2000,
+        "smollm2": 400,
     }
 
 
