@@ -119,7 +119,8 @@ class Servers:
 
         def look(number: int, lane: Lane) -> None:
             try:
-                errors[number] = self._look(lane.target)
+                self._look(lane.target)
+                errors[number] = None
             except BaseException as error:
                 errors[number] = error
 
@@ -209,7 +210,7 @@ class Servers:
             for job, (url, row) in self.each(work, jobs):
                 journal.add(row)
                 speed.count(job, url, row)
-                keep(*job, row)
+                keep(job[0], job[1], row)
         journal.delete()
 
     def topk(
