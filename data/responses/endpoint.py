@@ -126,7 +126,9 @@ class EndpointTarget:
         neutral = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         as_ids = {} if isinstance(text, str) else {"return_tokens_as_token_ids": True}
         choice = self._complete(text, max_tokens=1, logprobs=TOP, **neutral, **as_ids)
-        return ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
+        listed = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
+        # vLLM also lists the sampled token, however improbable it is; what is not listed would count as still less probable.
+        return dict(sorted(listed.items(), key=lambda pair: -pair[1])[:TOP])
 
     def compare_chat(self) -> None:
         """Warn if the server makes other tokens of a chat than the tokenizer's chat template, where it has a chat API that says so."""

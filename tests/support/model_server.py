@@ -162,11 +162,12 @@ def generate(prompt: list[int], request: dict[str, Any], processed: bool) -> tup
 def top_logprobs(
     prompt: list[int], ids: list[int], request: dict[str, Any], behaviour: Behaviour
 ) -> list[list[tuple[int, float]]]:
-    """(id, log-probability) of the most probable tokens at each place of a response, as the model itself has them."""
+    """(id, log-probability) of the most probable tokens at each place of a response and of its own, as vLLM lists them."""
     logs = logits_after([*prompt, *ids], behaviour.model)[len(prompt) - 1 : -1].log_softmax(-1)
     top = logs.topk(request.get("logprobs") or 0)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [list(zip(*pair, strict=True)) for pair in pairs]
+    listed = [dict(zip(*pair, strict=True)) for pair in pairs]
+    return [[*({token: float(row[token])} | most).items()] for token, row, most in zip(ids, logs, listed, strict=True)]
 
 
 def places(prompt: list[int], k: int, behaviour: Behaviour) -> list[dict[str, Any] | None]:
