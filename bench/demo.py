@@ -26,12 +26,14 @@ from pictures import draw_pictures
 from result_file import write_result
 
 
-def block_of(verdict: Verdict, seconds: float, cores: str, command: str = "make demo") -> str:
+def block_of(verdict: Verdict, seconds: float, cores: str, command: str = "make demo", captioned: bool = True) -> str:
     """The table of ways, the verdict's headline, and where they come from."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
     table = ways_tables(verdict)[0]
     source = f"*`{command}`, {cores}, {minutes}; {table.title}.*"
-    return f"{table.markdown(titled=False)}\n\n**{verdict.headline}**\n{source}"
+    text = table.markdown(titled=False)
+    text = text if captioned else text.replace(table.caption, "").rstrip()
+    return f"{text}\n\n**{verdict.headline}**\n{source}"
 
 
 def put_into(readme: str, block: str, name: str = "demo") -> str:

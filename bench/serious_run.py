@@ -17,6 +17,7 @@ from distill.faults import run_script
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -65,6 +66,7 @@ train: {{epochs: 3, batch_size: {batch}, micro_batch_size: {micro}}}
 judge: {{every: {every}, prompts: {heldout}, gamma: 3, live: end, speed_prompts: 16, speed_seconds: 30}}
 """
 KILLED = "# kill -9:"
+FOREIGN = re.compile(r"Failed to load|resource_tracker|warnings\.warn")  # what other packages say of this machine
 SHOWN_LINES = 16  # of a command's output on the page
 MOST_CHARACTERS = 160  # tokens of a chat fit data.context_length with max_tokens
 
@@ -296,6 +298,7 @@ def transcript(study: Study, seconds: dict[str, float]) -> str:
     for stage, commands in study.said.items():
         parts.append(f"\n## {stage}\n")
         for shown, lines in commands:
+            lines = [line.replace(str(study.folder), ".") for line in lines if not FOREIGN.search(line)]
             first, last = SHOWN_LINES // 4, len(lines) - 3 * SHOWN_LINES // 4
             kept = [line[:140] for at, line in enumerate(lines) if at < first or at >= last or line.startswith(KILLED)]
             kept[first:first] = ["..."] if len(kept) < len(lines) else []

@@ -275,7 +275,8 @@ def main(
     write_result(out, result := result_of(study, seconds))
     if readme:
         page, verdict = Path("README.md"), load_verdict(study.run)
-        block = block_of(verdict, sum(seconds.values()), result["cores"], f"bench/smollm2.py --prompts {count}")
+        command, cores = f"bench/smollm2.py --prompts {count}", result["cores"]
+        block = block_of(verdict, sum(seconds.values()), cores, command, captioned=False)
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block, "smollm2").encode())
 
 
