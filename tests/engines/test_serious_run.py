@@ -67,6 +67,8 @@ def test_a_serious_run_in_small(tmp_path: Path) -> None:
     assert load_verdict(run).headline
     assert ReadbackRecord.stored(run).agrees  # type: ignore[union-attr]
     text = page.read_text()
-    for line in ("one of the two replicas", "the command itself", "launcher and ranks"):
+    for line in ("one of the two replicas", "launcher and ranks"):
         assert f"# kill -9: {line}" in text
-    assert text.count("understudy respond my.yaml --engine vllm --replicas 2") == 2
+    # On a fast machine the other replica has answered everything before the command can be killed.
+    again = "# kill -9: the command itself" in text
+    assert text.count("understudy respond my.yaml --engine vllm --replicas 2") == 1 + again
