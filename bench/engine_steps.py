@@ -14,10 +14,8 @@ import contextlib
 import itertools
 import json
 import random
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ import typer
 
 from distill.commands.output import numbers_of
 from distill.engines.llama_cpp import BUILT
+from distill.engines.protocol.process import Program, running, wait_until_answering
 from distill.run.provenance import describe_run
 from result_file import write_result
 from speculative.errors import UserError
@@ -105,12 +104,12 @@ def main(
     blocks: dict[str, dict[str, float]] = {}
     kinds = weights.split(",")
     for kind in kinds:
-        with running([*shared, "--weights", kind], url):
+        with served([*shared, "--weights", kind], url):
             measured[kind] = times_of(url, sizes)
         print(kind, json.dumps(measured[kind]), flush=True)
     for kind, gamma in itertools.product(draft_weights.split(",") if draft else [], gammas.split(",")):
         words = ["--draft", draft, "--draft-weights", kind, "--spec-type", "draft-simple", "--spec-draft-n-max", gamma]
-        with running([*shared, "--weights", kinds[0], *words, "-td", count, "-tbd", count], url):
+        with served([*shared, "--weights", kinds[0], *words, "-td", count, "-tbd", count], url):
             blocks.setdefault(kind, {})[gamma] = block_ms(url)
         print(kind, gamma, json.dumps(blocks[kind][gamma]), flush=True)
     if out is not None:
@@ -125,25 +124,13 @@ def main(
 
 
 @contextlib.contextmanager
-def running(words: list[str], url: str) -> Iterator[None]:
+def served(words: list[str], url: str) -> Iterator[None]:
     """A server with these flags while the block lasts."""
-    with tempfile.TemporaryFile() as log, subprocess.Popen([sys.executable, *words], stdout=log, stderr=log) as engine:
-        try:
-            wait_for(url, engine)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "llama-server.log"
+        with running([Program([sys.executable, *words], log)]) as (process,):
+            wait_until_answering(process, "llama-server", url, log)
             yield
-        finally:
-            engine.terminate()
-
-
-def wait_for(url: str, engine: subprocess.Popen[bytes]) -> None:
-    """Return when the server answers. Raises UserError: it ends before."""
-    while engine.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise UserError(f"llama-server ended with status {engine.returncode}; try the same flags by hand")
 
 
 if __name__ == "__main__":
