@@ -138,14 +138,14 @@ def training_row(setup: JudgingSetup, draft: NamedDraft) -> Measured | None:
 
 
 def _lacking_text(learned: Measured | None, heldout: Measured) -> list[str]:
-    """A sentence if the draft is certainly better on text that it learned: then text is what lacks, and not training steps."""
+    """A sentence if the draft is certainly better on text that it learned: then text is what lacks; steps may lack too."""
     if learned is None or learned.alpha_ci is None or heldout.alpha_ci is None:
         return []
     if learned.alpha_ci[0] <= heldout.alpha_ci[1] + OVERFIT:
         return []
     return [
         f"On responses that it learned, alpha is {learned.alpha:.3f}, on held-out ones {heldout.alpha:.3f}: "
-        "more prompts would help, more steps would not. `understudy sweep configs/sweeps/prompts.yaml`, with your config as `base`, "
+        "more prompts would help. `understudy sweep configs/sweeps/prompts.yaml`, with your config as `base`, "
         "says how much."
     ]
 
