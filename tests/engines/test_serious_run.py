@@ -1,8 +1,10 @@
 """With a real vLLM: a batch file is answered by `run-batch`, and the walk-through of docs/serious-run.md, in small, with its kills."""
 
+import faulthandler
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ data:
 serving: {{temperature: 0.8, top_p: 0.95, max_tokens: 24, engine: vllm}}
 judge: {{prompts: 4}}
 """
+LONGEST = 1500  # seconds
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -57,7 +60,10 @@ def test_run_batch_answers_a_batch_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(len(row.log_target_probs) == len(row.response_ids) for row in rows)
 
 
+@pytest.mark.timeout(LONGEST)
 def test_a_serious_run_in_small(tmp_path: Path) -> None:
+    # Six commands and ten starts of vLLM take longer than pytest's own clock gives a test.
+    faulthandler.dump_traceback_later(LONGEST + 60, exit=True, file=sys.__stderr__)
     program, folder = bench("serious_run"), tmp_path / "run"
     out, page = tmp_path / "out.json", tmp_path / "page.md"
     program.main(folder=folder, count=96, until="readback", out=out, page=page)

@@ -49,11 +49,11 @@ def time_command(options: TimeOptions) -> int:
 
     Raises UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
-    asked = (("--load", options.load), ("--gamma", options.gamma))
+    verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
+    asked = (("--load", options.load), ("--gamma", options.gamma or _gammas(verdict.gamma)))
     loads, gammas = (sorted(numbers_of(*text, int, 1, 1024, least=2)) for text in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
-    verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
     options = replace(options, engine=options.engine or heldout.config.serving.engine or ServeOptions.engine)
     out = options.run / EngineCosts.FILE
     check_writable("RUN", out)
@@ -121,6 +121,11 @@ def time_command(options: TimeOptions) -> int:
     return 0
 
 
+def _gammas(judged: int) -> str:
+    """What is timed unless --gamma says otherwise: each number of tokens costs the start of an engine and its turns."""
+    return f"1,{judged}" if judged > 1 else "1,3"
+
+
 def time_serving_engine(run: Run) -> None:
     """The last stage of a run, on the main process: time serving.engine, unless that is done.
 
@@ -129,14 +134,11 @@ def time_serving_engine(run: Run) -> None:
     engine, folder, config = serving_engine(run.config), run.folder, run.config
     if engine is None or not run.main or (folder / EngineCosts.FILE).is_file():
         return
-    most = config.student.parallel.tokens if config.student.parallel else 6
-    gammas = sorted({1, (most + 1) // 2, most})
     loads = sorted({1, *(config.judge.load if max(config.judge.load, default=1) > 1 else (4,))})
-    load, gamma = (",".join(map(str, numbers)) for numbers in (loads, gammas))
     with listening("127.0.0.1", 0, True) as free:
         port = free.getsockname()[1]
     try:
-        time_command(TimeOptions(folder, engine=engine.key, load=load, gamma=gamma, port=port))
+        time_command(TimeOptions(folder, engine=engine.key, load=",".join(map(str, loads)), port=port))
     except UserError as error:
         run.say(f"{engine.name} was not timed: {error}; later: understudy time {folder} (docs/serving.md)")
         return

@@ -68,7 +68,7 @@ class TimeOptions:
     plain: Annotated[str, option("URL of a running engine without the draft")] = ""
     url: Annotated[list[str] | None, option("URL of one with the draft; repeatable, with other gammas")] = None
     load: Annotated[str, option("concurrent requests, two numbers or more")] = "1,4,16"
-    gamma: Annotated[str, option("drafted tokens per block of an engine that is started, two numbers or more")] = (
-        "1,3,6"
-    )
+    gamma: Annotated[
+        str, option("drafted tokens per block of an engine that is started; default: 1 and judge.gamma")
+    ] = ""
     port: Annotated[int, option("port for the engine", min=1024, max=65535)] = 8000
