@@ -72,6 +72,8 @@ class Trial:
         """Everything that affects the manifest of its responses: target, prompts, length limits, settings, seed."""
         tree = self.config.model_dump(mode="json")
         data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text")}
+        for source in data["train"]:  # A store holds answers by prompt, so fewer or more prompts fit it too.
+            del source["limit"]
         serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
         student = {key: tree["student"][key] for key in ("init", "path", "revision")}
         # Of an architecture only the context length counts.

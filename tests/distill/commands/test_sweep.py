@@ -249,6 +249,7 @@ def trial_with(tmp_path: Path, name: str, *overrides: str) -> Trial:
         ("signal={source: capture, k: 8}", ["responses"]),
         ("data.mix={target: 0.5, student: 0.5}", ["responses"]),
         ("train.steps=7", ["responses"]),
+        ("data.train.0.limit=7", ["responses"]),
         ("seed=1", []),
         ("serving.temperature=0.7", []),
         ("serving.shard_size=128", []),
