@@ -2,12 +2,14 @@
 
     python bench/respond_speed.py CONFIG --url http://127.0.0.1:8000/v1 --url http://127.0.0.1:8001/v1 [--offline PYTHON] [--out FILE]
 
-CONFIG: a run whose prompts are answered, into a temporary folder. --offline: the Python of an environment with vLLM; the servers should
-be stopped by then, so it waits for Enter first unless --no-wait is given. Without it only the servers are timed.
+CONFIG: a run whose prompts are answered, into a temporary folder. --offline: the Python of an environment with vLLM. It runs as many
+processes as there are servers, each with its share of the prompts on a core of its own; the rate is that until the last one ends. The
+servers should be stopped by then, so it waits for Enter first unless --no-wait is given. Without it only the servers are timed.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,8 +24,9 @@ from distill.models.target import Target
 from distill.run.responses import RunData
 from distill.run.run import Run, new_accelerator
 from result_file import write_result
+from speculative.errors import UserError
 
-# Reads {model, prompts, sampling, workers} and writes {tokens, seconds}; runs in the environment with vLLM.
+# Reads {model, context, prompts, sampling} and writes {tokens, seconds}; runs in the environment with vLLM, and begins on a line of input.
 OFFLINE = """
 import json, sys, time
 from vllm import LLM, SamplingParams
@@ -32,6 +35,8 @@ model = LLM(asked["model"], max_model_len=asked["context"], **json.loads(sys.arg
 settings = [SamplingParams(**asked["sampling"], seed=number, logprobs=1) for number in range(len(asked["prompts"]))]
 prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
 model.generate(prompts[:2], settings[:2], use_tqdm=False)
+open(sys.argv[2] + ".ready", "w").close()
+sys.stdin.readline()
 start = time.perf_counter()
 answers = model.generate(prompts, settings, use_tqdm=False)
 seconds = time.perf_counter() - start
@@ -55,19 +60,38 @@ def served(data: RunData, urls: list[str], concurrency: int, folder: Path) -> di
     return {"tokens": float(store.rows().response_tokens_N.sum()), "seconds": seconds}
 
 
-def offline(data: RunData, python: str, options: str, folder: Path) -> dict[str, float]:
-    """Tokens and seconds of `LLM.generate` in one process."""
+def offline(data: RunData, python: str, options: str, processes: int, folder: Path) -> dict[str, float]:
+    """Tokens and seconds of `LLM.generate` in this many processes that begin together."""
     serving = data.run.config.serving
     sampling = {"temperature": serving.temperature, "top_p": serving.top_p, "top_k": serving.top_k or -1}
     asked = {
         "model": str(Path(data.run.config.target.path).resolve()),
         "context": data.context,
-        "prompts": [list(prompt.prompt_ids) for prompt in data.prompts.train],
         "sampling": sampling | {"max_tokens": serving.max_tokens, "stop_token_ids": list(data.settings.eos_ids)},
     }
-    (folder / "asked.json").write_text(json.dumps(asked))
-    subprocess.run([python, "-c", OFFLINE, folder / "asked.json", folder / "told.json", options], check=True)
-    return dict(json.loads((folder / "told.json").read_text()))
+    prompts = [list(prompt.prompt_ids) for prompt in data.prompts.train]
+    files, running = [folder / f"offline-{number}.json" for number in range(processes)], list[subprocess.Popen[str]]()
+    for number, file in enumerate(files):
+        file.write_text(json.dumps(asked | {"prompts": prompts[number::processes]}))
+        command, bound = (
+            [python, "-c", OFFLINE, file, f"{file}.out", options],
+            {"VLLM_CPU_OMP_THREADS_BIND": str(number)},
+        )
+        environment = os.environ | (bound if processes > 1 else {})
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment))
+    while not all(Path(f"{file}.out.ready").exists() for file in files):
+        if any(process.poll() for process in running):
+            raise UserError(f"{python}: vLLM ended before it answered; its output is above")
+        time.sleep(0.1)
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("begin\n")
+        process.stdin.flush()
+    ended = [process.wait() for process in running]
+    if any(ended):
+        raise UserError(f"{python}: vLLM ended early; its output is above")
+    told = [json.loads(Path(f"{file}.out").read_text()) for file in files]
+    return {"tokens": sum(one["tokens"] for one in told), "seconds": max(one["seconds"] for one in told)}
 
 
 def main() -> int:
@@ -91,7 +115,7 @@ def main() -> int:
         if asked.offline:
             if not asked.no_wait:
                 input("stop the servers, then press Enter: ")
-            rows["offline"] = offline(data, asked.offline, asked.offline_options, folder)
+            rows["offline"] = offline(data, asked.offline, asked.offline_options, len(asked.url), folder)
         rates = {name: row["tokens"] / row["seconds"] for name, row in rows.items()}
         ratio = rates["respond"] / rates["offline"] if asked.offline else None
         write_result(asked.out, result | {"rows": rows, "tokens_per_second": rates, "ratio": ratio})
