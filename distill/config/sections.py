@@ -257,7 +257,7 @@ class TrainConfig(Section):
     """sequences per forward pass on one rank; null = as many as fit, found by a trial step on a GPU"""
     mixed_precision: Literal["auto", "native", "no", "bf16"] = "auto"
     """autocast of the draft, whose weights stay float32. auto = bf16 on a GPU or if the launcher says so; native
-    = also on a CPU with bfloat16 instructions"""
+    = also on a CPU whose bfloat16 products are faster (AMX, AMD's AVX-512)"""
     packing: int | None = Field(None, ge=8)
     """pack sequences into rows of this many tokens instead of padding; sequences do not attend to each other.
     null = pad"""

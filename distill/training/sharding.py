@@ -40,8 +40,8 @@ SHARDED_STATE = "pytorch_model_fsdp_0"  # accelerate writes this folder for a sh
 def settled_precision(wanted: str) -> tuple[str, str | None]:
     """(mixed precision for Accelerate, a message if the launcher asks for another one) for `train.mixed_precision`.
 
-    auto: bf16 on a GPU that supports it, or if the launcher asks for it. native: also on a CPU with bf16 instructions; without
-    them bfloat16 products take several times as long as float32 ones.
+    auto: bf16 on a GPU that supports it, or if the launcher asks for it. native: also on a CPU whose bfloat16 products are
+    faster than float32 ones; elsewhere they take up to several times as long.
     """
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -10,6 +10,7 @@ from tiny_models import perturbed, tiny_model
 from tiny_training import run_config
 
 from distill.config.sections import OptimConfig, TrainConfig
+from distill.models import library_state
 from distill.training.batches import make_objective
 from distill.training.micro_batch import (
     check_batches,
@@ -90,10 +91,22 @@ def test_bf16_is_the_default_on_a_gpu_and_a_launcher_is_heard_or_answered(
     assert (line is None) if said is None else (said in (line or ""))
 
 
-@pytest.mark.parametrize(("has", "expected"), [(False, "no"), (True, "bf16")])
-def test_native_is_bf16_where_the_processor_has_it(has: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("avx512", "amx", "vendor", "expected"),
+    [
+        (False, False, "AuthenticAMD", "no"),
+        (True, False, "AuthenticAMD", "bf16"),
+        (True, False, "GenuineIntel", "no"),
+        (True, True, "GenuineIntel", "bf16"),
+    ],
+)
+def test_native_is_bf16_where_the_processor_is_faster_in_it(
+    avx512: bool, amx: bool, vendor: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(library_state, "PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert settled_precision("native") == (expected, None)
