@@ -89,7 +89,7 @@ class ServeOptions:
 
     run: Annotated[Path, argument("run folder that has an export, or an exported directory")]
     words: Annotated[list[str] | None, argument("more flags for the engine, given after --")] = None
-    engine: Annotated[str, option("engine to start: vllm or llama.cpp")] = "vllm"
+    engine: Annotated[str, option("engine to start: vllm or llama.cpp; default: serving.engine, or vllm")] = ""
     target: Annotated[str, option("target: directory or hub id; default: the run's, or the hub id in the export")] = ""
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
     port: Annotated[int, option("port to listen on", min=1024, max=65535)] = 8000

@@ -16,6 +16,7 @@ from data.responses.engine_http import listening
 from distill.commands.options import ServeOptions
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, near_path, run_of
 from distill.config.load import load_config
+from distill.config.run import RunConfig
 from distill.engines.protocol.engine import Engine
 from distill.engines.protocol.facts import EngineFacts, Serving
 from distill.engines.protocol.process import (
@@ -42,6 +43,7 @@ def serve(options: ServeOptions) -> int:
     Interrupted: a signal arrived while the engine was starting.
     """
     directory, facts = read_export(options.run)
+    options = replace(options, engine=engine_to_start(options.engine, _config_of(options, directory)))
     target = _target(options, directory, facts.target)
     engine, words = engine_words(options, directory, facts, target)
     name = engine.name
@@ -122,13 +124,24 @@ def engine_words(options: ServeOptions, directory: Path, facts: EngineFacts, tar
     return engine, [*words, "--host", options.host, "--port", str(options.port), *(options.words or [])]
 
 
+def _config_of(options: ServeOptions, directory: Path) -> RunConfig | None:
+    """The config of the run whose export is served; None for an export on its own."""
+    run = run_of(options.run) or run_of(directory.parent)
+    return load_config(run / CONFIG) if run else None
+
+
+def engine_to_start(asked: str, config: RunConfig | None) -> str:
+    """--engine, or the run's serving.engine, or vllm."""
+    return asked or (config and config.serving.engine) or "vllm"
+
+
 def _target(options: ServeOptions, directory: Path, name: str) -> str:
     """Return the target's place: --target, else the run's target, else the public name in the export.
 
     Raises UserError: the place is neither a directory, a GGUF file that the engine loads, nor a hub id.
     """
-    run = run_of(options.run) or run_of(directory.parent)
-    place = resolve(options.target or (load_config(run / CONFIG).target.path if run else name))
+    config = _config_of(options, directory)
+    place = resolve(options.target or (config.target.path if config else name))
     if Path(place).is_file() and place.endswith(GGUF):
         engine = startable(options.engine)[0]
         if not engine.reads_gguf:

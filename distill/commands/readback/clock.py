@@ -20,7 +20,7 @@ from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
-from distill.commands.serve import started
+from distill.commands.serve import engine_to_start, started
 from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, TIMING
 from distill.config.load import load_config
 from distill.engines.protocol.client import EngineClient
@@ -54,7 +54,7 @@ def time_command(options: TimeOptions) -> int:
     loads, gammas = (sorted(numbers_of(*text, int, 1, 1024, least=2)) for text in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
-    options = replace(options, engine=options.engine or heldout.config.serving.engine or ServeOptions.engine)
+    options = replace(options, engine=engine_to_start(options.engine, heldout.config))
     out = options.run / EngineCosts.FILE
     check_writable("RUN", out)
     settings = decode_settings(heldout.config.serving, 0, heldout.target)

@@ -90,7 +90,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServeOptions:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(process, "POLL_SECONDS", 0.02)
-    return ServeOptions(run=write_export(tmp_path).parent, port=free_port())
+    return ServeOptions(run=write_export(tmp_path).parent, engine="vllm", port=free_port())
 
 
 def start(options: ServeOptions, out: Path) -> None:
@@ -236,6 +236,27 @@ def test_llama_cpp_gets_room_for_all_requests_and_only_the_draft_proposes(
     for seen, told in found:
         assert seen.words == ["--parallel", "16", "-c", "1600", "-t", "1"]
         assert (told.gamma, told.lookup_draft) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "engine"), [("", None, "vllm"), ("", "llama.cpp", "llama.cpp"), ("vllm", "llama.cpp", "vllm")]
+)
+def test_the_engine_of_the_run_is_the_default(
+    asked: str, own: str | None, engine: str, options: ServeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {
+        "name": "x",
+        "target": {"path": "some/target"},
+        "data": {"train": [{"path": "x"}]},
+        "serving": {"engine": own},
+    }
+    (options.run / "config.yaml").write_text(json.dumps(tree))
+
+    def words(options: ServeOptions, *_: Any) -> None:
+        raise UserError(f"it starts {options.engine}")
+
+    monkeypatch.setattr(module, "engine_words", words)
+    assert refused(serve, replace(options, engine=asked)).endswith(f"it starts {engine}")
 
 
 EVIL = "3 --trust-remote-code --middleware evil.mod"

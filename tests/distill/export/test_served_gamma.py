@@ -65,7 +65,9 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     words = engine_words(
-        ServeOptions(report.path, target=str(pair / "target")), *read_export(report.path), str(pair / "target")
+        ServeOptions(report.path, engine="vllm", target=str(pair / "target")),
+        *read_export(report.path),
+        str(pair / "target"),
     )[1]
     started = json.loads(words[words.index("--speculative-config") + 1])
     written = [[first, last, at or 1] for first, last, at in table]  # a row of 0 waits for a readback
