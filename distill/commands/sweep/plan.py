@@ -74,7 +74,7 @@ class Trial:
         data = {key: value for key, value in tree["data"].items() if key not in ("mix", "rollouts", "text")}
         for source in data["train"]:  # A store holds answers by prompt, so fewer or more prompts fit it too.
             del source["limit"]
-        serving = {key: value for key, value in tree["serving"].items() if key not in ("rule", "batch_size")}
+        serving = {key: value for key, value in tree["serving"].items() if key not in ("engine", "rule", "batch_size")}
         student = {key: tree["student"][key] for key in ("init", "path", "revision")}
         # Of an architecture only the context length counts.
         fields = tree["student"]["architecture"] or {}

@@ -7,7 +7,7 @@ output/NAME-COMBINATION/      the runs, as `distill.train` makes them
 
 The state of a run is in its own folder, and the verdict is written last. So a killed sweep continues where it stopped, and the killed
 run continues from its last checkpoint. Responses (and teacher signals) depend only on target, data, serving settings and seed. Later
-runs reuse the files of an earlier run with the same ones, so the target answers once per seed.
+runs reuse the files of an earlier run with the same ones, also of the base config's own run, so the target answers once per seed.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Combination, measured_of, summarise, sweep_table
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import DAY, RESPONSES, SERVER_IDENTITY
+from distill.config.load import load_config
+from distill.engines.protocol.serving_engine import for_engine
 from distill.run.lock import hold
 from speculative.errors import UserError
 
@@ -96,6 +98,8 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         held = hold(trial.config.folder)
     except UserError as busy:
         raise TrainingFailed(str(busy)) from busy
+    with contextlib.suppress(UserError):  # What the sweep overrides may be missing in its base.
+        trials = [*trials, Trial({}, (), for_engine(load_config(sweep.base)))]
     with held:
         shared = share_stores(trial, [other for other in trials if other is not trial])
     console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)

@@ -235,6 +235,16 @@ def test_responses_are_made_once_per_seed_and_shared_as_files(tmp_path: Path) ->
     assert (one / "manifest.json").stat()[stat.ST_INO] != (other / "manifest.json").stat()[stat.ST_INO]
 
 
+def test_responses_of_the_base_configs_own_run_are_shared_too(tmp_path: Path) -> None:
+    path, launcher = lab(tmp_path, grid={"loss.name": ["tv"]})
+    store = tmp_path / "runs" / "base" / "responses" / "train"
+    store.mkdir(parents=True)
+    for file in ("manifest.json", "shard-00000.arrow"):
+        (store / file).write_text("{}")
+    assert "with the responses of an earlier run" in run(path, launcher)[1]
+    assert not list(tmp_path.glob("decoded-*"))
+
+
 def trial_with(tmp_path: Path, name: str, *overrides: str) -> Trial:
     (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path), encoding="utf-8")
     return Trial({}, (), load_config(tmp_path / "base.yaml", [f"name={name}", *overrides]))
@@ -253,6 +263,7 @@ def trial_with(tmp_path: Path, name: str, *overrides: str) -> Trial:
         ("seed=1", []),
         ("serving.temperature=0.7", []),
         ("serving.shard_size=128", []),
+        ("serving.engine=vllm", ["responses"]),
         ("judge.prompts=8", []),
         ("target.dtype=bfloat16", []),
         ("data.template={mode: plain}", []),
@@ -353,6 +364,7 @@ def test_the_shipped_examples_are_sweeps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(plan(Path("configs/sweeps/grid.yaml"))[1]) == 18
     assert len(plan(Path("configs/sweeps/shapes.yaml"))[1]) == 3
     assert len(plan(Path("configs/sweeps/prompts.yaml"))[1]) == 4
+    assert len(plan(Path("configs/sweeps/smollm2.yaml"))[1]) == 4
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
