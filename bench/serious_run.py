@@ -81,10 +81,6 @@ class SeriousRun(Study):
     chats: int
 
     @property
-    def state(self) -> Path:
-        return self.folder / "stages.json"
-
-    @property
     def run(self) -> Path:
         return self.folder / "runs" / "serious"
 
@@ -265,7 +261,7 @@ def main(
     if not VLLM.exists():
         raise UserError(f"{VLLM}: vLLM is not built; run `make engines`")
     study = SeriousRun(folder.resolve(), count)
-    study.run_stages(STAGES, until)
+    study.run_stages(STAGES, until, folder / "stages.json")
     if out is not None:
         served = ReadbackRecord.stored(study.run)
         facts = {"machine": describe_run(0), "chats": count, "seconds": study.seconds}

@@ -92,10 +92,6 @@ class SmolLM2(Study):
     def run(self) -> Path:
         return self.loaded.folder
 
-    @property
-    def state(self) -> Path:
-        return self.prompt_file.with_name(f"{self.run.name}-stages.json")
-
     def understudy(self, *words: str) -> None:
         """Run a command in its own process; it prints its own progress and errors."""
         program = Path(sys.executable).with_name("understudy")
@@ -245,7 +241,7 @@ def main(
 ) -> None:
     """Run the stages that are not finished."""
     study = SmolLM2(config, tuple(overrides or ()), count, port, llama_cpp)
-    study.run_stages(STAGES, until)
+    study.run_stages(STAGES, until, study.prompt_file.with_name(f"{study.run.name}-stages.json"))
     if out is None:
         return
     write_result(out, result := result_of(study))

@@ -29,18 +29,13 @@ class Study:
     said: dict[str, list[tuple[str, list[str]]]] = field(init=False, default_factory=dict)
     stage: str = field(init=False, default="")
 
-    @property
-    def state(self) -> Path:
-        """The file with seconds and said."""
-        raise NotImplementedError
-
-    def run_stages(self, stages: Mapping[str, Stage], until: str) -> None:
-        """Run the stages that are not finished, in order, until this one. Raises UserError: it is unknown; also what a stage raises."""
+    def run_stages(self, stages: Mapping[str, Stage], until: str, state: Path) -> None:
+        """Run the stages that are not finished, in order, until this one; UserError: it is unknown. state: file of seconds and said."""
         if until not in stages:
             raise UserError(f"--until {until}: unknown stage; {did_you_mean(until, stages)}")
-        self.state.parent.mkdir(parents=True, exist_ok=True)
-        if self.state.is_file():
-            stored = json.loads(self.state.read_text(encoding="utf-8"))
+        state.parent.mkdir(parents=True, exist_ok=True)
+        if state.is_file():
+            stored = json.loads(state.read_text(encoding="utf-8"))
             self.seconds, self.said = stored["seconds"], stored["said"]
         for name in [*stages][: [*stages].index(until) + 1]:
             stage = stages[name]
@@ -53,5 +48,5 @@ class Study:
                 began, self.stage = time.monotonic(), name
                 stage.make(self)
                 self.seconds[name] = time.monotonic() - began
-                write_json(self.state, {"seconds": self.seconds, "said": self.said})
+                write_json(state, {"seconds": self.seconds, "said": self.said})
                 print(f"{name}: {self.seconds[name]:.0f} s: {stage.file(self)}", flush=True)
