@@ -19,7 +19,7 @@ from tiny_training import TOKENS, forget_accelerators, small_config, tiny_tokeni
 
 from data.files import read_manifest
 from data.responses import dealing, servers
-from data.responses.endpoint import PROBE_TEXT
+from data.responses.endpoint import PROBE_TEXT, EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.journal import Journal
 from data.responses.rendered import RenderedPrompt
@@ -42,6 +42,7 @@ COUNT = 20
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(dealing, "RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr(EndpointTarget, "retries", 0)
     monkeypatch.setattr(servers, "_PATIENCE_SECONDS", 10.0)
 
 
@@ -53,7 +54,7 @@ def fakes(count: int) -> Iterator[tuple[list[str], list[Behaviour]]]:
 
 
 def servers_at(*urls: str, **options: Any) -> Servers:
-    endpoint = Endpoint(urls=urls, **{"concurrency": 2, "timeout": 15.0, "retries": 0, **options})
+    endpoint = Endpoint(urls=urls, **{"concurrency": 2, "timeout": 15.0, **options})
     return Servers(endpoint, tiny_tokenizer(), TOKENS)
 
 
