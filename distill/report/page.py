@@ -20,7 +20,7 @@ from distill.report import sections
 from distill.report.figures import figures_of
 from distill.report.money import Prices
 from distill.report.section import SECTIONS, Content, Section
-from distill.report.sections.tokens import token_text
+from distill.report.sections.text import token_text
 from distill.report.view import OUTCOMES, View
 from distill.run.lock import held_for
 from distill.run.readback_record import ReadbackRecord

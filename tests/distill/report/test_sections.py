@@ -25,7 +25,7 @@ from distill.report.sections.curves import rules_table, times_table
 from distill.report.sections.money import money_lines
 from distill.report.sections.run import run_facts
 from distill.report.sections.slices import visible
-from distill.report.sections.tokens import token_text
+from distill.report.sections.text import token_text
 from distill.report.sentences import say
 from distill.report.table import NOTHING, Table
 from distill.report.view import StepTimes, View, step_times
