@@ -190,13 +190,12 @@ class Servers:
                 rows = answers.pop(shard)
                 store.write_shard(shard, [rows[number] for number in sorted(rows)])
 
-        jobs = [(shard, number) for shard, numbers in lacking for number in numbers]
-        if earlier := {(row.prompt_id, row.sample): row for row in journal.rows()}:
-            places = {place: (plan.job(place[1])[0].prompt_id, plan.job(place[1])[1]) for place in jobs}
-            jobs = [place for place in jobs if places[place] not in earlier]
-            for (shard, number), key in places.items():
-                if key in earlier:
-                    keep(shard, number, earlier[key])
+        earlier, jobs = {f"{row.prompt_id}:{row.sample}": row for row in journal.rows()}, list[tuple[int, int]]()
+        for shard, number in [(shard, number) for shard, numbers in lacking for number in numbers]:
+            if earlier and (row := earlier.get(plan.keys[number].as_py())):
+                keep(shard, number, row)
+            else:
+                jobs.append((shard, number))
 
         def work(target: EndpointTarget, job: tuple[int, int]) -> tuple[str, Row]:
             prompt, sample = plan.job(job[1])
