@@ -1,7 +1,6 @@
 """Curves: acceptance over steps, survival by position, speed-up over gamma."""
 
-from distill.report.section import Content, Part, Piece, figures, section
-from distill.report.sentences import say
+from distill.report.section import Content, Part, Piece, figures, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 

@@ -2,9 +2,8 @@
 
 from collections import Counter
 
-from distill.report.section import Content, Piece, section
+from distill.report.section import Content, Piece, say, section
 from distill.report.sections.slices import CONTROL_SIGNS, prompts_of
-from distill.report.sentences import say
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 

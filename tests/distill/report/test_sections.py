@@ -20,13 +20,12 @@ from distill.config.layout import RESULT
 from distill.report.money import Prices, parse_prices, price_rows
 from distill.report.page import filled_sections
 from distill.report.screen import last_screen
-from distill.report.section import Piece
+from distill.report.section import Piece, say
 from distill.report.sections.curves import rules_table, times_table
 from distill.report.sections.money import money_lines
 from distill.report.sections.run import run_facts
 from distill.report.sections.slices import visible
 from distill.report.sections.text import token_text
-from distill.report.sentences import say
 from distill.report.table import NOTHING, Table
 from distill.report.view import StepTimes, View, step_times
 from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, Measured
