@@ -34,7 +34,7 @@ import typer
 
 from data.files import write_bytes
 from data.prompts.stdlib import functions, modules
-from data.responses.engine_http import listening
+from data.responses.engine_http import free_ports
 from distill.config.layout import EXPORT, LOGGED, READBACK, RESPONSES, SERVING_FILE, TRAINING, VERDICT, list_steps
 from distill.engines.protocol.engine import BUILT
 from distill.models.load import EMBEDDED_FOLDER
@@ -210,8 +210,7 @@ def export(study: SeriousRun) -> None:
 
 def readback(study: SeriousRun) -> None:
     """Serve the pair and compare the engine's counts with replay."""
-    with listening("127.0.0.1", 0, True) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports()[0])
     run = str(study.run.relative_to(study.folder))
     flags = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
     with serving(study, "serve", run, "--port", port, "--", *flags):
