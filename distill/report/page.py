@@ -24,7 +24,7 @@ from distill.report.sections.text import token_text
 from distill.report.view import OUTCOMES, View
 from distill.run.lock import held_for
 from distill.run.readback_record import ReadbackRecord
-from distill.run.result import Result, RuleCurves
+from distill.run.result import Result
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
 
@@ -72,25 +72,7 @@ def render_page(result: Result, prices: Prices | None = None) -> str:
         outcome=OUTCOMES[verdict.outcome],
         sections=shown,
         links=[section for section, _ in shown if section.nav],
-        curve_data=_curve_data(view),
         style=Markup(style),
         script=Markup(script),
         script_digest=digest,
     )
-
-
-def _curve_data(view: View) -> dict[str, object]:
-    """tau over gamma of every rule, for the script that predicts speed-up at other times."""
-
-    def series(curves: RuleCurves) -> list[dict[str, object]]:
-        return [
-            {"name": name, "gammas": curve.gammas, "tau": curve.tau, "parallel": view.in_one_pass(name)}
-            for name, curve in view.in_order(curves)
-        ]
-
-    rules = view.result.curves.rules if view.result.curves else []
-    return {
-        "chosen": view.curves.rule if view.curves else None,
-        "columns": [name for name, _ in view.in_order(view.curves)] if view.curves else [],
-        "rules": [{"rule": curves.rule, "series": series(curves)} for curves in rules],
-    }
