@@ -25,7 +25,8 @@ from typing import Annotated, Any
 import typer
 
 from distill.commands.output import numbers_of
-from distill.engines.llama_cpp import BUILT
+from distill.engines.llama_cpp import ENVIRONMENT
+from distill.engines.protocol.engine import BUILT
 from distill.engines.protocol.process import Program, running, wait_until_answering
 from distill.run.provenance import describe_run
 from result_file import write_result
@@ -94,7 +95,7 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Time each kind of weights in a server of its own."""
-    program, url = BUILT / "bin/llama-server", f"http://127.0.0.1:{port}"
+    program, url = BUILT / ENVIRONMENT / "bin/llama-server", f"http://127.0.0.1:{port}"
     if not program.is_file():
         raise UserError(f"{program}: not there; `make engines` builds it")
     sizes, count = sorted(numbers_of("--tokens", tokens, int, 1, 512)), str(threads)

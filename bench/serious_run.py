@@ -25,25 +25,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 
-from data.files import write_bytes, write_json
+from data.files import write_bytes
 from data.prompts.stdlib import functions, modules
-from data.responses.engine_http import listening
+from data.responses.engine_http import free_ports
 from distill.config.layout import EXPORT, LOGGED, READBACK, RESPONSES, SERVING_FILE, TRAINING, VERDICT, list_steps
-from distill.config.sections import did_you_mean
-from distill.engines.protocol.process import BUILT
+from distill.engines.protocol.engine import BUILT
 from distill.models.load import EMBEDDED_FOLDER
 from distill.run.provenance import describe_run
 from distill.run.readback_record import ReadbackRecord
 from distill.run.verdict_record import load_verdict
 from result_file import write_result
 from speculative.errors import UserError
+from stages import Stage, Study
 
 VLLM = BUILT / ".venv-vllm" / "bin" / "vllm"
 # What vLLM's CPU build needs, and one thread for each of two processes on two cores.
@@ -74,13 +74,11 @@ Watch = Callable[[subprocess.Popen[bytes]], str]  # "" or what it has just kille
 
 
 @dataclass
-class Study:
-    """What the stages share. said: of each stage, (command, output lines) in order."""
+class SeriousRun(Study):
+    """What the stages share."""
 
     folder: Path
     chats: int
-    said: dict[str, list[tuple[str, list[str]]]] = field(default_factory=dict)
-    stage: str = ""
 
     @property
     def run(self) -> Path:
@@ -117,7 +115,7 @@ class Study:
             raise UserError(f"{shown}: ended with status {process.returncode}; its output is above")
 
 
-def chats(study: Study) -> None:
+def chats(study: SeriousRun) -> None:
     """Write the target with a chat template, the config, and the chats without an answer."""
     shutil.copytree(EMBEDDED_FOLDER, study.folder / "target", dirs_exist_ok=True)
     (study.folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
@@ -152,14 +150,14 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     write_bytes(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def logs(study: Study) -> None:
+def logs(study: SeriousRun) -> None:
     """Let vLLM answer half of the chats."""
     words = ["run-batch", "-i", "logs/requests.jsonl", "-o", "logs/results.jsonl", "--model", "target"]
     words += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--generation-config", "vllm"]
     study.shell([str(VLLM), *words], shlex.join(["vllm", *words]))
 
 
-def respond(study: Study) -> None:
+def respond(study: SeriousRun) -> None:
     """Let two replicas answer the rest. One is killed after a quarter of the answers, the command itself after half."""
     store = study.run / RESPONSES / TRAINING
     logged, shards, killed = store.with_name(LOGGED), list[int](), list[str]()
@@ -186,7 +184,7 @@ def respond(study: Study) -> None:
         study.understudy(*words)
 
 
-def train(study: Study) -> None:
+def train(study: SeriousRun) -> None:
     """Train on two ranks, killed after the first checkpoint; then judge under the engine's rule, and time the engine."""
     killed = list[str]()
 
@@ -204,16 +202,15 @@ def train(study: Study) -> None:
         study.understudy(*words)
 
 
-def export(study: Study) -> None:
+def export(study: SeriousRun) -> None:
     """Write the draft as engines load it."""
     run = str(study.run.relative_to(study.folder))
     study.understudy("export", run, "--to", f"{run}/{EXPORT}")
 
 
-def readback(study: Study) -> None:
+def readback(study: SeriousRun) -> None:
     """Serve the pair and compare the engine's counts with replay."""
-    with listening("127.0.0.1", 0, True) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports()[0])
     run = str(study.run.relative_to(study.folder))
     flags = ("--enforce-eager", "--dtype", "float32", "--per-request-spec-decode-metrics", "detailed")
     with serving(study, "serve", run, "--port", port, "--", *flags):
@@ -221,7 +218,7 @@ def readback(study: Study) -> None:
 
 
 @contextlib.contextmanager
-def serving(study: Study, *words: str) -> Iterator[None]:
+def serving(study: SeriousRun, *words: str) -> Iterator[None]:
     """A server that ends with the block, as Ctrl-C ends it."""
     shown = shlex.join(["understudy", *words, "&"])
     print(f"$ {shown}", flush=True)
@@ -242,13 +239,13 @@ def serving(study: Study, *words: str) -> Iterator[None]:
         process.wait()
 
 
-STAGES: dict[str, tuple[Callable[[Study], None], Callable[[Study], Path]]] = {
-    "chats": (chats, lambda study: study.folder / "chats.jsonl"),
-    "logs": (logs, lambda study: study.folder / "logs" / "results.jsonl"),
-    "respond": (respond, lambda study: study.run / RESPONSES / TRAINING / "index.arrow"),
-    "train": (train, lambda study: study.run / VERDICT),
-    "export": (export, lambda study: study.run / EXPORT / SERVING_FILE),
-    "readback": (readback, lambda study: study.run / READBACK),
+STAGES = {
+    "chats": Stage(chats, lambda study: study.folder / "chats.jsonl"),
+    "logs": Stage(logs, lambda study: study.folder / "logs" / "results.jsonl"),
+    "respond": Stage(respond, lambda study: study.run / RESPONSES / TRAINING / "index.arrow"),
+    "train": Stage(train, lambda study: study.run / VERDICT),
+    "export": Stage(export, lambda study: study.run / EXPORT / SERVING_FILE),
+    "readback": Stage(readback, lambda study: study.run / READBACK),
 }
 
 
@@ -260,39 +257,22 @@ def main(
     page: Annotated[Path | None, typer.Option(help="page to write: the transcript")] = None,
 ) -> None:
     """Run the stages that are not finished."""
-    if until not in STAGES:
-        raise UserError(f"--until {until}: unknown stage; {did_you_mean(until, STAGES)}")
     if not VLLM.exists():
         raise UserError(f"{VLLM}: vLLM is not built; run `make engines`")
-    folder.mkdir(parents=True, exist_ok=True)
-    study, state = Study(folder.resolve(), count), folder / "stages.json"
-    seconds: dict[str, float] = {}
-    if state.is_file():
-        stored = json.loads(state.read_text(encoding="utf-8"))
-        seconds, study.said = stored["seconds"], stored["said"]
-    for name in [*STAGES][: [*STAGES].index(until) + 1]:
-        make, file = STAGES[name]
-        if name in seconds and file(study).exists():
-            print(f"{name}: finished before, {seconds[name]:.0f} s", flush=True)
-            continue
-        print(f"{name}: begins", flush=True)
-        began, study.stage = time.monotonic(), name
-        make(study)
-        seconds[name] = time.monotonic() - began
-        write_json(state, {"seconds": seconds, "said": study.said})
-        print(f"{name}: {seconds[name]:.0f} s", flush=True)
+    study = SeriousRun(folder.resolve(), count)
+    study.run_stages(STAGES, until, folder / "stages.json")
     if out is not None:
         served = ReadbackRecord.stored(study.run)
-        facts = {"machine": describe_run(0), "chats": count, "seconds": seconds}
+        facts = {"machine": describe_run(0), "chats": count, "seconds": study.seconds}
         write_result(out, facts | {"verdict": load_verdict(study.run).record(), "readback": served and served.record()})
     if page is not None:
-        write_bytes(page, transcript(study, seconds).encode())
+        write_bytes(page, transcript(study).encode())
 
 
-def transcript(study: Study, seconds: dict[str, float]) -> str:
+def transcript(study: SeriousRun) -> str:
     """The page: seconds of each stage, and each command with the beginning and end of its output."""
     rows = "".join(
-        f"| {name} | {(STAGES[name][0].__doc__ or '').strip()} | {of:,.0f} |\n" for name, of in seconds.items()
+        f"| {name} | {(STAGES[name].make.__doc__ or '').strip()} | {of:,.0f} |\n" for name, of in study.seconds.items()
     )
     parts = [PAGE.format(chats=study.chats, rows=rows, config=(study.folder / "my.yaml").read_text())]
     for stage, commands in study.said.items():

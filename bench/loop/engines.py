@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config.run import RunConfig
-from distill.engines.protocol.process import BUILT
+from distill.engines.protocol.engine import BUILT
 from distill.run.verdict_record import drafting_to_serve, load_verdict
 from speculative.errors import UserError
 

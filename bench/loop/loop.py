@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from data.files import locked, writing
-from data.responses.engine_http import answers
+from data.responses.engine_http import answers, free_ports
 from distill.commands.training_process import terminated_as_interrupted
 from distill.config.command_line import Overrides
 from distill.config.layout import VERDICT, list_steps
@@ -108,7 +107,7 @@ class LoopDemo:
         fewer = {"shifted": 150, "after": 80} if options.fast else {}
         self.to, self.plan = options.to, Plan(at_once=options.clients, **fewer)
         self.traffic, self.drafts = self.to / (f"{TRAFFIC}-{turn}" if turn else TRAFFIC), self.to / DRAFTS
-        self.ports = dict(zip(("engine", "plain", "gateway"), _free_ports(3), strict=True))
+        self.ports = dict(zip(("engine", "plain", "gateway"), free_ports(3), strict=True))
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
         self.result = LoopResult(engine, ALARM_WITHIN)
         self.started = self.began = time.time()
@@ -460,12 +459,6 @@ def clear_folder(to: Path) -> None:
             remove_read_only(path)
         else:
             path.unlink()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _kill_number(number: int) -> None:

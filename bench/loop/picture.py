@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from distill.live.traffic.reader import read_traffic
 from distill.live.traffic.record import TrafficRecord
-from distill.report.plot import write_figure
+from distill.report.figures import write_figure
 from loop.account import LoopResult, counted
 from speculative.measure.intervals import ratio_interval
 

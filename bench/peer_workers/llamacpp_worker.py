@@ -17,9 +17,10 @@ from typing import Any
 
 from worker import Setting, die_with_parent, serve
 
-from distill.engines.llama_cpp import BUILT, gguf_of
+from distill.engines.llama_cpp import ENVIRONMENT, gguf_of
+from distill.engines.protocol.engine import BUILT
 
-SERVER = BUILT / "bin/llama-server"
+SERVER = BUILT / ENVIRONMENT / "bin/llama-server"
 START_SECONDS, SLACK = 120.0, 32
 
 

@@ -39,6 +39,7 @@ class EndpointTarget:
     """A target at a server. Safe to use from threads; no request is made before the first call."""
 
     most_bytes = 1 << 28  # Size limit of one answer.
+    retries = 5  # of a request after a dropped connection, 429 or 5xx
     label = "target.path"  # The target's name in errors.
     no_completion = (
         "the answer is not a completion ({said}); target.endpoint.urls must be those of OpenAI-compatible "
@@ -65,7 +66,7 @@ class EndpointTarget:
                 base_url=self.endpoint.url,
                 api_key="EMPTY",  # Without it, openai would take a key from the environment. The HTTP client sends the right one.
                 timeout=self.endpoint.timeout,
-                max_retries=self.endpoint.retries,
+                max_retries=self.retries,
                 http_client=engine_http(self.endpoint.url, self.key, most_bytes=self.most_bytes),
             )
         return self._client
@@ -213,7 +214,7 @@ class EndpointTarget:
         import openai
 
         endpoint = self.endpoint
-        seconds = endpoint.timeout * (endpoint.retries + 1) + _RETRY_SECONDS * endpoint.retries + 1.0
+        seconds = endpoint.timeout * (self.retries + 1) + _RETRY_SECONDS * self.retries + 1.0
         try:
             with within(seconds, endpoint.url, self.client.close):
                 return call()
@@ -234,7 +235,7 @@ class EndpointTarget:
         stays = "finished work is kept; the same command continues"
         if isinstance(error, openai.APITimeoutError):
             return (
-                f"{url}: no answer within {endpoint.timeout:g} s (attempts: {endpoint.retries + 1}); raise target.endpoint.timeout or "
+                f"{url}: no answer within {endpoint.timeout:g} s (attempts: {self.retries + 1}); raise target.endpoint.timeout or "
                 f"lower target.endpoint.concurrency; {stays}"
             )
         if isinstance(error, openai.APIConnectionError):

@@ -29,7 +29,6 @@ class Endpoint(Section):
     api_key_env: str = Field("", description="environment variable with the API key, e.g. OPENAI_API_KEY; empty = none")
     concurrency: int = Field(32, ge=1, description="requests sent at once to each server")
     timeout: float = Field(600.0, gt=0, description="timeout of one request in seconds")
-    retries: int = Field(5, ge=0, description="how often a request is repeated after a dropped connection, 429 or 5xx")
 
     @field_validator("urls")
     @classmethod

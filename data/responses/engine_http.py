@@ -123,6 +123,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def free_ports(count: int = 1) -> list[int]:
+    """Ports of this machine on which nobody listens."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
 def listening(host: str, port: int, keyed: bool) -> socket.socket:
     """Return a listening socket. Print a warning if other machines can reach it without a key.
 

@@ -24,7 +24,7 @@ from data.responses.journal import Journal
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, row_of
 from data.responses.server_identity import NOISE, PRECISION, Says, WrongServer, gaps
-from data.responses.store import Row, Store
+from data.responses.store import TOKEN_BYTES, Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings
@@ -34,7 +34,6 @@ from speculative.rules.sampling import SamplingSettings
 
 ESTIMATED_FROM = 200  # the first answers, which tell how long the rest takes
 COMPARED_PROMPTS, COMPARED_PLACES = 8, 4  # in each prompt
-TOKEN_BYTES = 9  # of a token in a store: its id, its flag and its log-probability
 _LISTED = 20  # most probable tokens that local weights list at a place
 _PATIENCE_SECONDS = 20.0  # for servers that do not answer while others do
 _WRITTEN_AT_ONCE = 64  # Examples in a file of top-k probabilities.
@@ -191,13 +190,12 @@ class Servers:
                 rows = answers.pop(shard)
                 store.write_shard(shard, [rows[number] for number in sorted(rows)])
 
-        jobs = [(shard, number) for shard, numbers in lacking for number in numbers]
-        if earlier := {(row.prompt_id, row.sample): row for row in journal.rows()}:
-            places = {place: (plan.job(place[1])[0].prompt_id, plan.job(place[1])[1]) for place in jobs}
-            jobs = [place for place in jobs if places[place] not in earlier]
-            for (shard, number), key in places.items():
-                if key in earlier:
-                    keep(shard, number, earlier[key])
+        earlier, jobs = {f"{row.prompt_id}:{row.sample}": row for row in journal.rows()}, list[tuple[int, int]]()
+        for shard, number in [(shard, number) for shard, numbers in lacking for number in numbers]:
+            if earlier and (row := earlier.get(plan.keys[number].as_py())):
+                keep(shard, number, row)
+            else:
+                jobs.append((shard, number))
 
         def work(target: EndpointTarget, job: tuple[int, int]) -> tuple[str, Row]:
             prompt, sample = plan.job(job[1])

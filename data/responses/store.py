@@ -43,6 +43,7 @@ FACTS = pa.schema(
     ]
 )
 TOKENS = {"input_ids": np.int32, "loss_mask": bool, "log_target_probs": np.float32, "rejected": bool}
+TOKEN_BYTES = 9  # of a token of a shard: its id, its flag and its log-probability
 LISTED = pa.schema([*FACTS, ("shard", pa.string()), ("place", pa.int32())])
 
 

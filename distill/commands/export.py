@@ -14,8 +14,7 @@ from distill.engines.protocol.engine import known_engines
 from distill.export.check import OutsideCheck, outside_check
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
-from distill.export.hub.dataset import write_responses
-from distill.export.hub.upload import check_repository, upload
+from distill.export.hub import check_repository, upload, write_responses
 from distill.export.pair import check_pair
 from distill.run.session import open_pair
 from speculative.errors import UserError

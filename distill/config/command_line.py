@@ -31,12 +31,10 @@ TargetModel = Annotated[str, argument("target: directory, hub id or `embedded`")
 RuleName = Annotated[str, option("acceptance rule: sample, greedy-draft, greedy or block; default: the run's")]
 Dtype = Annotated[str, option("auto (as the target is saved), float32, bfloat16 or float16")]
 Device = Annotated[str, option("cpu, cuda or cuda:N; default: cuda if there is a GPU")]
-Seed = Annotated[int, option("seed of all sampling")]
 Overrides = Annotated[list[str] | None, argument("config overrides as key=value, e.g. optim.lr=3e-4")]
 Launcher = Annotated[str, option('command put before `-m distill.train`, e.g. "accelerate launch --num_processes 2"')]
 TrustRemoteCode = Annotated[bool, option("run the weights' own code if the config asks for it", "--trust-remote-code")]
 Out = Annotated[Path | None, option("file for all results, as JSON")]
-Plot = Annotated[Path | None, option("file for a plot, .png or .svg")]
 KeyVariable = Annotated[str, option("environment variable with the engine's API key; default: no key is sent")]
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from distill.config.layout import CONFIG
 from distill.config.origin import anchored
 from distill.config.retired import retired
 from distill.config.run import RunConfig
@@ -169,6 +170,13 @@ def load_trusted(path: str | Path, trusted: bool, overrides: Sequence[str] = ())
             "--trust-remote-code (target.trust_remote_code=true)"
         )
     return config
+
+
+def load_run(run: Path, trusted: bool, option: str = "") -> RunConfig:
+    """The config of a run, as `load_trusted`. ``option``: that named the run. UserError: no run there."""
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{option}{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
+    return load_trusted(run / CONFIG, trusted)
 
 
 def parse_config(tree: dict[str, Any], origin: str) -> RunConfig:

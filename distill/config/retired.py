@@ -42,13 +42,14 @@ target.others -> train one draft for each target
 readback --parameters -> send the parameters that you use to the engine with and without the draft, and compare the texts
 student.head_tokens -> for a large vocabulary use init: config with a smaller hidden_size and embeddings: target
 target.endpoint.url -> write target.endpoint.urls: [ADDRESS]; if only the server has the weights, add weights: server
+target.endpoint.retries -> a request is repeated five times, and a server that still fails leaves its share to the others
 target.endpoint.api -> serve the target yourself with vLLM, and give the address of its /v1/completions
 signal.source: response_logprobs -> serve the target yourself with vLLM, and use signal.source: store
 signal.kind, signal.samples -> the store keeps the target's top-k probabilities (signal.k)
 data.synthetic -> collect more prompts of your users, e.g. with `understudy gateway`; generated ones did not help (docs/studies.md)
-data.responses -> a draft trains on the target's own responses
 data.mix.text, data.text -> general text is not the target's own; add prompts of the domains that the draft serves
 optim.ema -> leave it out; averaged weights were no better in the study
+tracking.project -> set WANDB_PROJECT
 tracking.trackers: mlflow, tracking.trackers: trackio -> use wandb or tensorboard; metrics.jsonl has every number
 check-export -> use `understudy export RUN --check FOLDER`
 export --dry-run -> look at the folder that `understudy export --to` writes, then run it with --push

@@ -336,5 +336,3 @@ class TrackingConfig(Section):
 
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """any of wandb and tensorboard; wandb runs offline without a login"""
-    project: str = "understudy"
-    """name of the project in wandb"""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.engines.protocol.counters import named_counters, names_like_vllm
 from distill.engines.protocol.counts import CountsFormat
-from distill.engines.protocol.engine import STREAM, Dialect, Engine, Service, register
+from distill.engines.protocol.engine import BUILT, STREAM, Dialect, Engine, Service, register
 from distill.models.files.gguf import GGUF
 from speculative.errors import UserError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROW_SLACK, FIRST_COMPARED_ID = 128, 5
 FLOATS = ("auto", "f32", "f16", "bf16")  # what the converter writes; llama-quantize makes the others of `auto`
-BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp"
+ENVIRONMENT = ".venv-llamacpp"
 TO_GGUF = Path(__file__).with_name("templates") / "to_gguf.j2"
 # Model types whose own head it never loads (src/models), so an untied one is lost.
 ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2")
@@ -95,7 +95,7 @@ def _convert_once(model: str, made: Path, convert: Callable[[], object]) -> None
 
 
 def _source() -> Path:
-    source = Path(os.environ.get("LLAMA_CPP") or BUILT / "source/vendor/llama.cpp")
+    source = Path(os.environ.get("LLAMA_CPP") or BUILT / ENVIRONMENT / "source/vendor/llama.cpp")
     if not (source / "convert_hf_to_gguf.py").is_file():
         raise UserError(f"{source}: no convert_hf_to_gguf.py; set LLAMA_CPP to a checkout, or run `make engines`")
     return source
@@ -156,7 +156,7 @@ register(
         reads_gguf=True,
         service=Service(
             "llama-server",
-            ".venv-llamacpp",
+            ENVIRONMENT,
             ("--draft", "--spec-type", "--spec-draft-n-max"),
             room="--parallel {requests} -c {tokens}",  # by default it decodes four, and more wait
         ),

@@ -1,4 +1,4 @@
-"""The figures of a report, drawn by matplotlib as SVG data URIs.
+"""The figures of a report, drawn by matplotlib as SVG data URIs, and the plot of a run.
 
 The palette is readable on light and dark pages, the background is transparent, and text stays text.
 """
@@ -7,13 +7,18 @@ import base64
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from data.files import write_bytes
+from distill.config.layout import PLOT
 from distill.report.view import View
+from distill.run.checkpoint import load_judgements
 from distill.run.result import RuleCurves
+from speculative.evaluate import Judgement
 from speculative.measure.measured import DRAFT, SERVED, UNDISTILLED
 from speculative.measure.metrics import Curve
 
@@ -179,3 +184,32 @@ def _speeds(axis: Any, view: View, curves: RuleCurves) -> None:
     axis.annotate("target alone", where, xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)
     axis.set(xlabel="gamma, drafted tokens per block", ylabel="predicted speed-up")
     axis.set_ylim(0, 1.12 * axis.dataLim.y1)  # room for the words at the peak
+
+
+STYLE = {"color": COLOURS[DRAFT], "marker": "o", "label": "distilled"}
+
+
+def plot_run(run: Path) -> Path:
+    """Write `plot.png` into the run's folder from its judgements. Returns the file."""
+    plot_judgements(load_judgements(run), run.name, run / PLOT)
+    return run / PLOT
+
+
+def plot_judgements(records: Sequence[Judgement], name: str, to: Path) -> None:
+    """Write the plot of a run's judgements, step 0 first, with intervals shaded."""
+    best = max(records, key=lambda record: record.score or 0.0)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axis, key in zip(figure.subplots(1, 2), ("alpha", "tau"), strict=True):
+        plot_steps(axis, records, key, best.step, STYLE)
+        axis.legend(fontsize=8, loc="lower right")
+        axis.grid(alpha=0.3)
+    first = records[0]
+    figure.suptitle(f"{name}: rule {first.rule}, gamma {first.gamma}, {first.prompts} held-out prompts")
+    write_figure(figure, to)
+
+
+def write_figure(figure: Figure, path: Path, **options: Any) -> None:
+    """Write a picture atomically, png or svg by the file's name."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=path.suffix.lower().removeprefix("."), **options)
+    write_bytes(path, content.getvalue())

@@ -11,24 +11,22 @@ import pkgutil
 from dataclasses import replace
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 from data.files import write_bytes, writing
 from distill.config.layout import REPORT, RESULT
+from distill.engines.protocol.verdict import environment
 from distill.report import sections
 from distill.report.figures import figures_of
 from distill.report.money import Prices
-from distill.report.section import SECTIONS, Content, Section
-from distill.report.sections.tokens import token_text
+from distill.report.section import SECTIONS, TEMPLATES, Content, Section
+from distill.report.sections.text import token_text
 from distill.report.view import OUTCOMES, View
 from distill.run.lock import held_for
 from distill.run.readback_record import ReadbackRecord
-from distill.run.result import Result, RuleCurves
+from distill.run.result import Result
 from speculative.errors import UserError
 from speculative.measure.engine_costs import EngineCosts
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(source: Path, to: Path | None = None, prices: Prices | None = None) -> Path:
@@ -63,39 +61,18 @@ def filled_sections(view: View) -> list[tuple[Section, Content]]:
 def render_page(result: Result, prices: Prices | None = None) -> str:
     view = View(result, prices)
     view = replace(view, figures=figures_of(view))
-    loader, strict = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"token_text": token_text, "percent": lambda share: f"{100 * min(1, max(0, share)):.1f}%"}
+    templates = environment(TEMPLATES, escaping=True)
+    templates.filters |= {"token_text": token_text, "percent": lambda share: f"{100 * min(1, max(0, share)):.1f}%"}
     script, style = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown, verdict = filled_sections(view), result.verdict
-    return environment.get_template("report.html.j2").render(
+    return templates.get_template("report.html.j2").render(
         result=result,
         verdict=verdict,
         outcome=OUTCOMES[verdict.outcome],
         sections=shown,
         links=[section for section, _ in shown if section.nav],
-        curve_data=_curve_data(view),
         style=Markup(style),
         script=Markup(script),
         script_digest=digest,
     )
-
-
-def _curve_data(view: View) -> dict[str, object]:
-    """tau over gamma of every rule, for the script that predicts speed-up at other times."""
-
-    def series(curves: RuleCurves) -> list[dict[str, object]]:
-        return [
-            {"name": name, "gammas": curve.gammas, "tau": curve.tau, "parallel": view.in_one_pass(name)}
-            for name, curve in view.in_order(curves)
-        ]
-
-    rules = view.result.curves.rules if view.result.curves else []
-    return {
-        "chosen": view.curves.rule if view.curves else None,
-        "columns": [name for name, _ in view.in_order(view.curves)] if view.curves else [],
-        "rules": [{"rule": curves.rule, "series": series(curves)} for curves in rules],
-    }

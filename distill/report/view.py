@@ -1,4 +1,4 @@
-"""A result as the report uses it: the judged draft, ways, curves, step times. Pure: its figures are those of the result."""
+"""A result as the report uses it: the judged draft, ways, curves. Pure: its figures are those of the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,8 +6,7 @@ from functools import cached_property
 
 from distill.report.money import Prices
 from distill.run.result import Result, RuleCurves
-from distill.run.verdict_record import WAYS, DraftOf, Outcome, Verdict
-from speculative.measure.cost import predicted_speed_up
+from distill.run.verdict_record import DraftOf, Outcome, Verdict
 from speculative.measure.metrics import Curve
 
 OUTCOMES: dict[Outcome, str] = {
@@ -22,52 +21,12 @@ OUTCOMES: dict[Outcome, str] = {
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Step times in seconds for which a speed-up is predicted. verify_extra: how much each drafted token lengthens the target's call.
-    measured: False for an example, where nothing was measured.
-    """
-
-    target_seconds: float
-    draft_seconds: float
-    verify_extra: float = 0.0
-    measured: bool = True
-
-    @property
-    def cost_ratio(self) -> float:
-        return self.draft_seconds / self.target_seconds
-
-    def speed_up(self, gamma: int, tau: float, parallel: bool = False) -> float:
-        """tau / (gamma c + v) with v = 1 + gamma * verify_extra; parallel: a block is one draft call."""
-        c = self.cost_ratio / (max(gamma, 1) if parallel else 1)
-        return predicted_speed_up(tau, gamma, c, 1 + gamma * self.verify_extra)
-
-    def speed_ups(self, curve: Curve, parallel: bool = False) -> dict[int, float]:
-        """{gamma: speed-up} along a curve."""
-        return {gamma: self.speed_up(gamma, tau, parallel) for gamma, tau in zip(curve.gammas, curve.tau, strict=True)}
-
-
-def step_times(result: Result) -> StepTimes:
-    """The measured times, with v as a slope; an example where nothing was measured."""
-    costs = result.verdict.costs
-    if not costs:
-        return StepTimes(0.025, 0.003, 0.02, measured=False)
-    ratios = costs.verify_ratio
-    gamma = min(ratios, key=lambda timed: abs(timed - result.verdict.gamma), default=0)
-    extra = max(0.0, (ratios[gamma] - 1) / gamma) if gamma else 0.0
-    return StepTimes(costs.target_step_seconds, costs.draft_step_seconds, extra)
-
-
-@dataclass(frozen=True)
 class View:
     """Input of every section. figures: {name: picture as a data URI}, see `distill.report.figures`."""
 
     result: Result
     prices: Prices | None = None
     figures: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def times(self) -> StepTimes:
-        return step_times(self.result)
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -100,10 +59,6 @@ class View:
     def in_order(self, curves: RuleCurves) -> list[tuple[str, Curve]]:
         """(way, curve) of the ways that have a curve, in the order of `ways`."""
         return [(name, curves.ways[name]) for name in self.ways if name in curves.ways]
-
-    def in_one_pass(self, name: str) -> bool:
-        """Whether a way drafts a block in one pass."""
-        return name == WAYS["parallel"] or (name == self.draft.way and self.draft.drafting == "parallel")
 
     def timed_speed_ups(self, curve: Curve) -> dict[int, float]:
         """{gamma: predicted speed-up} of a curve at the gammas up to the largest one that was timed."""

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from data.responses.store import Store
-from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES
-from distill.config.load import load_trusted
+from distill.config.layout import HELDOUT, HELDOUT_GREEDY, RESPONSES
+from distill.config.load import load_run
 from distill.config.run import RunConfig
 from distill.models.draft import served_draft
 from distill.models.target import Target
@@ -38,13 +38,11 @@ class HeldoutSet:
 
 
 def load_heldout_set(run: Path, rule: str | None = None, trusted: bool = False) -> HeldoutSet:
-    """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_trusted`.
+    """The held-out text of a run for a rule, by default its judge.rule. ``trusted``: see `load_run`.
 
     Raises UserError: no run there, or held-out prompts without responses.
     """
-    if not (run / CONFIG).is_file():
-        raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config = load_trusted(run / CONFIG, trusted)
+    config = load_run(run, trusted)
     chosen = Rule.named(rule) if rule else config.judge_rule
     folder = run / RESPONSES / (HELDOUT_GREEDY if chosen.greedy else HELDOUT)
     if not folder.is_dir():

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from data.files import write_json
 from data.prompts.logs import LoggedAnswer
 from data.prompts.template import loss_mask, turn_end
+from data.responses.batch_file import LeftOut, in_words
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import Row, Store
 from distill.config.layout import LOGGED
@@ -38,8 +38,7 @@ class LoggedAnswers:
         """``tokenizer``: of the run's prompts."""
         self.run, self.target, self.tokenizer, self.settings = run, target, tokenizer, settings
         self.turn_end = turn_end(tokenizer, run.config.data.template)
-        self.left_out: Counter[str] = Counter()
-        self.first: dict[str, str] = {}  # of each reason, the first row
+        self.left_out = LeftOut(list)
 
     def take(self, training: Store, prompts: Sequence[RenderedPrompt], fresh: Sequence[HeldoutResponse]) -> None:
         """Put the answers that can be the target's own into the opened training store. All ranks must call it.
@@ -67,31 +66,31 @@ class LoggedAnswers:
         self._refuse_models(scored)
         taken = [answer for answer in scored if not self._left_out(answer["fault"], answer["origin"])]
         if not taken:
-            reason = self.left_out.most_common(1)[0][0]
-            raise UserError(f"{self.first[reason]}: no logged answer can be taken; this one is {reason}")
+            reason, rows = max(self.left_out.items(), key=lambda pair: len(pair[1]))
+            raise UserError(f"{rows[0]}: no logged answer can be taken; this one is {reason}")
         medians = (
             float(np.median([answer["log_prob"] for answer in taken])),
             float(np.median([np.mean(response.log_target_probs or [0.0]) for response in fresh])),
         )
-        left_out = [f"{rows:,} {reason} (the first {self.first[reason]})" for reason, rows in self.left_out.items()]
         run.say(
             f"{len(taken):,} logged answers are taken; median log-probability of a token {medians[0]:.3f}, of fresh answers "
-            f"{medians[1]:.3f}; answered again: {', '.join(left_out) or 'none'}"
+            f"{medians[1]:.3f}; answered again: {in_words(self.left_out)}"
         )
 
         def adopt() -> None:
             training.adopt(store)
-            counts = {"taken": len(taken), "left_out": dict(self.left_out), "first": self.first}
-            write_json(path, {"prompts": digest, **counts, "median_log_probs": medians})
+            counts = {reason: len(rows) for reason, rows in self.left_out.items()}
+            firsts = {reason: rows[0] for reason, rows in self.left_out.items()}
+            facts = {"prompts": digest, "taken": len(taken), "left_out": counts, "first": firsts}
+            write_json(path, facts | {"median_log_probs": medians})
             shutil.rmtree(store.folder)
 
         run.once(path, adopt)
 
     def _left_out(self, reason: str, origin: str) -> bool:
-        """Count a row that is left out for a reason; without one it is not."""
+        """Note a row that is left out for a reason; without one it is not."""
         if reason:
-            self.left_out[reason] += 1
-            self.first.setdefault(reason, origin)
+            self.left_out[reason].append(origin)
         return bool(reason)
 
     def _chosen(self, prompts: Sequence[RenderedPrompt]) -> list[int]:

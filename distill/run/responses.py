@@ -119,7 +119,7 @@ class RunData:
         """The run's own held-out responses, by acceptance rule, the configured rule first."""
         prompts = self.prompts.heldout
         with self.run.progress.timed("respond"):
-            return self.heldout_by_rule(prompts)
+            return {rule: self.heldout_of(prompts, rule, select=True) for rule in self.heldout_rules}
 
     @property
     def chosen_by_text(self) -> bool:
@@ -158,13 +158,9 @@ class RunData:
         # Not the seed of the training responses, which would give a prompt in both sets the same text.
         return name, replace(settings, seed=settings.seed + 1)
 
-    def heldout_by_rule(self, prompts: Sequence[RenderedPrompt]) -> dict[Rule, list[HeldoutResponse]]:
-        """Make the run's own held-out responses for the configured rule, then greedy ones when that is another rule."""
-        return {rule: self.heldout_of(prompts, rule, select=True) for rule in self._rules}
-
     @property
-    def _rules(self) -> list[Rule]:
-        """Of the run's own held-out responses, the configured one first."""
+    def heldout_rules(self) -> list[Rule]:
+        """Of the run's own held-out responses: the configured one, and that of greedy text when that is another."""
         return list(dict.fromkeys((self.run.config.judge_rule, Rule.usual(0))))
 
     def lacking(self) -> list[WantedAnswers]:
@@ -173,7 +169,7 @@ class RunData:
         Until then, training responses of a run with logs are left out. One process calls it.
         """
         prompts, samples = self.prompts, self.run.config.serving.samples_per_prompt
-        wanted = [self._lacking(*self._heldout_set(rule), prompts.heldout, 1) for rule in self._rules]
+        wanted = [self._lacking(*self._heldout_set(rule), prompts.heldout, 1) for rule in self.heldout_rules]
         if self.run.config.data.responses == "logged":
             if any(one.lacking for one in wanted):
                 return wanted

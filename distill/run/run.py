@@ -205,10 +205,9 @@ def _digest(path: Path) -> bytes | None:
 # Keys that may change when a run resumes: they do not affect what is trained, only where it runs and how it is shown.
 _MAY_DIFFER = """
 output target.shard target.device_map student.gradient_checkpointing serving.engine target.endpoint target.endpoint.urls
-target.endpoint.api_key_env target.endpoint.concurrency target.endpoint.timeout target.endpoint.retries
+target.endpoint.api_key_env target.endpoint.concurrency target.endpoint.timeout
 train.micro_batch_size loss.chunk_tokens serving.batch_size judge.batch_size judge.live judge.live_prompts
-judge.speed_prompts judge.speed_seconds judge.speed_threads judge.served tracking.trackers tracking.project
-export.quantize
+judge.speed_prompts judge.speed_seconds judge.speed_threads judge.served tracking.trackers export.quantize
 """
 MAY_DIFFER = frozenset(_MAY_DIFFER.split())
 

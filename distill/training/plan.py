@@ -9,7 +9,7 @@ import torch
 from rich.filesize import decimal
 
 from data.responses.rendered import RenderedPrompt, prompt_lengths
-from data.responses.servers import TOKEN_BYTES
+from data.responses.store import TOKEN_BYTES
 from data.signals.columns import bytes_per_token
 from distill.config.run import RunConfig
 from distill.models.student import outlined_student

@@ -92,10 +92,8 @@ def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def start_trackers(
-    accelerator: Accelerator, trackers: tuple[str, ...], project: str, name: str, config: Mapping[str, Any]
-) -> None:
-    """Start Accelerate's trackers, with ``name``, the run's, in ``project``; wandb runs offline without a login.
+def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], name: str, config: Mapping[str, Any]) -> None:
+    """Start Accelerate's trackers, with ``name``, the run's; wandb runs offline without a login. $WANDB_PROJECT: their project.
 
     ``config``: a tree of plain values; trackers get the leaves under dotted names. UserError for a tracker that is not installed.
     """
@@ -114,7 +112,9 @@ def start_trackers(
         if not (os.environ.get("WANDB_MODE") or wandb.api.api_key):
             # WANDB_MODE has no effect here, because wandb has already read its environment.
             options["wandb"]["mode"] = "offline"
-    accelerator.init_trackers(project, config=flat_config(config), init_kwargs=options)
+    accelerator.init_trackers(
+        os.environ.get("WANDB_PROJECT", "understudy"), config=flat_config(config), init_kwargs=options
+    )
     if with_wandb:
         run = accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric(STEP, hidden=True)

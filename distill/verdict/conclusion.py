@@ -23,8 +23,8 @@ from distill.export.quantize import lighter_draft
 from distill.models.draft import as_exported, served_draft
 from distill.models.load import load_model
 from distill.models.target import Target, load_target_side
+from distill.report.figures import plot_run
 from distill.report.page import write_page
-from distill.report.plot import plot_run
 from distill.report.screen import show_run
 from distill.run.checkpoint import load_judgements
 from distill.run.responses import RunData, decode_settings

@@ -35,7 +35,7 @@ from speculative.measure.baseline_replay import (
     tuned_lookup,
 )
 from speculative.measure.cost import TIMED_BLOCKS, StepCosts, best_gamma, first_near_best, measure_costs
-from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, Predicted, Price, Way
+from speculative.measure.measured import LOOKUP, LOOKUP_DRAFT, PAST, LossyPrice, Predicted, Way
 from speculative.measure.metrics import ratio_with_interval
 from speculative.measure.replay import (
     Blocks,
@@ -310,7 +310,7 @@ def lossy_ways(
     setup: JudgingSetup, target: PreTrainedModel, best: NamedDraft, scores: Sequence[TokenScores], costs: StepCosts
 ) -> list[Way]:
     """The ways of judge.lenience. Replay chooses gamma; tau is counted live, in contexts that the way itself writes.
-    Price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts that are answered otherwise.
+    Its price: total variation by replay (of a block's first token); at temperature 0 the share of held-out prompts answered otherwise.
     """
     judging, heldout, ways = setup.judge, setup.heldout, []
     greedy, prompts = (
@@ -329,7 +329,7 @@ def lossy_ways(
         lenient = replace(greedy, gamma=way.gamma, rule=greedy.rule.lenient(lenience))
         ours = setup.decoding(target, best, prompts, lenient, judging.batch_size)
         differing = np.mean([item.response_ids != two.response_ids for item, two in zip(ours, alone, strict=True)])
-        ways.append(replace(way, predicted=None, rule=rule, price=Price(distance, ends, float(differing))))
+        ways.append(replace(way, predicted=None, rule=rule, price=LossyPrice(distance, ends, float(differing))))
     return ways
 
 

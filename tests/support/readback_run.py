@@ -41,7 +41,9 @@ def heldout(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Heldout
     prompts = [
         RenderedPrompt(one.key, one.domain, tuple(one.prompt_ids)) for one in load_heldout_set(tiny_run).responses
     ]
-    RunData(Run(config, accelerator), target).heldout_by_rule(prompts)
+    data = RunData(Run(config, accelerator), target)
+    for rule in data.heldout_rules:
+        data.heldout_of(prompts, rule, select=True)
     return load_heldout_set(config.folder)
 
 

@@ -37,14 +37,19 @@ GREEDY = DecodeSettings(SamplingSettings(temperature=0.0), max_tokens=10, rule=R
 SAMPLED = replace(GREEDY, sampling=SamplingSettings(temperature=0.8, top_k=20), rule=Rule.named("sample"), seed=5)
 
 
-def target_at(url: str, record: Path | None = None, **options: Any) -> EndpointTarget:
-    settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
-    return EndpointTarget(Endpoint(urls=(url,), **settings), tiny_tokenizer(), TOKENS, record)
+def target_at(url: str, record: Path | None = None, retries: int = 2, **options: Any) -> EndpointTarget:
+    settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, **options}
+    target = EndpointTarget(Endpoint(urls=(url,), **settings), tiny_tokenizer(), TOKENS, record)
+    target.retries = retries
+    return target
 
 
-def servers_at(*urls: str, **options: Any) -> Servers:
-    settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, "retries": 2, **options}
-    return Servers(Endpoint(urls=urls, **settings), tiny_tokenizer(), TOKENS)
+def servers_at(*urls: str, retries: int = 2, **options: Any) -> Servers:
+    settings: dict[str, Any] = {"concurrency": 4, "timeout": 20.0, **options}
+    target = Servers(Endpoint(urls=urls, **settings), tiny_tokenizer(), TOKENS)
+    for lane in target.lanes:
+        lane.target.retries = retries
+    return target
 
 
 def rendered(count: int = 9) -> list[RenderedPrompt]:

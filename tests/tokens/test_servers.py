@@ -19,7 +19,7 @@ from tiny_training import TOKENS, forget_accelerators, small_config, tiny_tokeni
 
 from data.files import read_manifest
 from data.responses import dealing, servers
-from data.responses.endpoint import PROBE_TEXT
+from data.responses.endpoint import PROBE_TEXT, EndpointTarget
 from data.responses.endpoint_keys import Endpoint
 from data.responses.journal import Journal
 from data.responses.rendered import RenderedPrompt
@@ -42,7 +42,7 @@ COUNT = 20
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(dealing, "RECHECK_SECONDS", 0.05)
-    monkeypatch.setattr(dealing, "_FEWEST_SECONDS", 60.0)
+    monkeypatch.setattr(EndpointTarget, "retries", 0)
     monkeypatch.setattr(servers, "_PATIENCE_SECONDS", 10.0)
 
 
@@ -54,7 +54,7 @@ def fakes(count: int) -> Iterator[tuple[list[str], list[Behaviour]]]:
 
 
 def servers_at(*urls: str, **options: Any) -> Servers:
-    endpoint = Endpoint(urls=urls, **{"concurrency": 2, "timeout": 15.0, "retries": 0, **options})
+    endpoint = Endpoint(urls=urls, **{"concurrency": 2, "timeout": 15.0, **options})
     return Servers(endpoint, tiny_tokenizer(), TOKENS)
 
 
@@ -97,19 +97,14 @@ def test_a_fast_server_gets_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "junk", "never"])
-def test_the_others_do_what_a_bad_server_leaves(
-    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dealing, "_FEWEST_SECONDS", 0.5)
+def test_the_others_do_what_a_bad_server_leaves(tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with fakes(3) as (urls, behaviours):
         good = made(servers_at(urls[0]), tmp_path / "good")
         behaviours[1].always = fault
-        start = time.monotonic()
-        assert made(servers_at(*urls, timeout=100.0), tmp_path / "bad") == good
-        assert time.monotonic() - start < 50, "before the answer that takes a minute"
-        if fault != "never":
-            assert f"{urls[1]}" in (said := capsys.readouterr().err)
-            assert "the other servers take its share" in said
+        timeout = 2.0 if fault == "never" else 100.0
+        assert made(servers_at(*urls, timeout=timeout), tmp_path / "bad") == good
+        assert f"{urls[1]}" in (said := capsys.readouterr().err)
+        assert "the other servers take its share" in said
 
 
 def test_a_dead_server_is_named_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

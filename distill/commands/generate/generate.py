@@ -8,9 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from distill.commands.generate.files import ResponseFile, read_past, read_prompts
 from distill.commands.generate.options import GenerateOptions
-from distill.commands.generate.prompt_files import read_past, read_prompts
-from distill.commands.generate.response_file import ResponseFile
 from distill.commands.output import check_writable
 from distill.commands.target import open_target
 from distill.config.ways import way_named

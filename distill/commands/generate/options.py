@@ -40,7 +40,7 @@ class GenerateOptions:
     top_k: Annotated[int, option("keep the k most probable tokens; 0 = off")] = 0
     top_p: Annotated[float, option("nucleus sampling; 1 = off")] = 1.0
     max_tokens: Annotated[int | None, option("maximum tokens per response; default: 128, or as many as fit")] = None
-    seed: shared.Seed = 0
+    seed: Annotated[int, option("seed of all sampling")] = 0
     batch_size: Annotated[int, option("responses decoded at once", min=1)] = 16
     dtype: shared.Dtype = "auto"
     device: shared.Device = ""

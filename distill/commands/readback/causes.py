@@ -1,12 +1,12 @@
 """What explains a disagreement between engine and replay. Each cause that is found gives one line."""
 
-from distill.commands.readback.comparison import Counted, Predicted, Replayer
+from distill.commands.readback.comparison import Counted, ReplayedTau, Replayer
 from speculative.explain.text_fit import TextFit
 
 _FAR = 0.1  # Share of the blocks
 
 
-def acceptance_causes(counted: Counted, replayer: Replayer, prediction: Predicted) -> list[str]:
+def acceptance_causes(counted: Counted, replayer: Replayer, prediction: ReplayedTau) -> list[str]:
     """Return the causes of a difference in blocks, the most certain first.
 
     ``prediction``: at the requested gamma under the rule that the server is assumed to use.
@@ -49,7 +49,7 @@ def text_causes(fit: TextFit) -> list[str]:
     ]
 
 
-def few_note(counted: Counted, prediction: Predicted) -> list[str]:
+def few_note(counted: Counted, prediction: ReplayedTau) -> list[str]:
     """Return a note if the test can miss a large difference in blocks."""
     far = f"a difference below {100 * prediction.unseen:.0f} % from replay"
     return [f"{counted.blocks:,} blocks are too few to detect {far}; use more prompts"] * (prediction.unseen >= _FAR)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from data.files import write_json
 from data.responses.endpoint_keys import root_of
-from data.responses.engine_http import listening
+from data.responses.engine_http import free_ports
 from distill.commands.export import export_run
 from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.output import check_writable, numbers_of
@@ -135,10 +135,8 @@ def time_serving_engine(run: Run) -> None:
     if engine is None or not run.main or (folder / EngineCosts.FILE).is_file():
         return
     loads = sorted({1, *(config.judge.load if max(config.judge.load, default=1) > 1 else (4,))})
-    with listening("127.0.0.1", 0, True) as free:
-        port = free.getsockname()[1]
     try:
-        time_command(TimeOptions(folder, engine=engine.key, load=",".join(map(str, loads)), port=port))
+        time_command(TimeOptions(folder, engine=engine.key, load=",".join(map(str, loads)), port=free_ports()[0]))
     except UserError as error:
         run.say(f"{engine.name} was not timed: {error}; later: understudy time {folder} (docs/serving.md)")
         return

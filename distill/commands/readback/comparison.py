@@ -65,7 +65,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class ReplayedTau:
     """Replay under one rule at one gamma: tau with its interval over prompts, and the test of the server's blocks (`served_agreement`).
 
     unseen: the largest difference, as a share of the blocks, that the test can miss.
@@ -102,7 +102,7 @@ class Replayer:
         """Return the rules that the served text can be replayed under, each once."""
         return rule.replayable(self.fit is not None, self.replies.settings.sampling.truncates)
 
-    def predict(self, counted: Counted, rule: Rule, gamma: int) -> Predicted:
+    def predict(self, counted: Counted, rule: Rule, gamma: int) -> ReplayedTau:
         """Predict from the served text if it can be replayed, else from the run's own text with z over prompts."""
         if self.knows(rule):
             assert self.scores is not None
@@ -110,7 +110,7 @@ class Replayer:
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
             predicted, z, agrees = served_agreement(self.scores, rule, blocks, gamma)
             spread = abs((counted.blocks - predicted) / z) if z and rule.draws else 0.0
-            return Predicted(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
+            return ReplayedTau(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
         if len(self.own_scores) < 2:
             raise UserError(
                 "--prompts: the server gives no token ids, and replay of the run's own text needs at least 2 prompts; give 2 or more"
@@ -120,7 +120,7 @@ class Replayer:
         spread = math.hypot(ci[1] - ci[0], high - low) / (2 * 1.96)
         spread = max(spread, GREEDY_BLOCK_TOLERANCE * tau / WORRYING_Z)
         z = (counted.tau - tau) / spread
-        return Predicted(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z, WORRYING_Z * spread / tau)
+        return ReplayedTau(rule, gamma, tau, ci, z, abs(z) <= WORRYING_Z, WORRYING_Z * spread / tau)
 
     def expect(self, rule: Rule, gamma: int) -> tuple[float, Interval]:
         """Return tau of the run's own text and its interval."""

@@ -11,7 +11,7 @@ from typing import Any
 from data.responses.store import Store
 from distill.commands.readback.asking import Replies
 from distill.commands.readback.causes import acceptance_causes, few_note
-from distill.commands.readback.comparison import Counted, Predicted, Replayer, count, own_interval, tau_interval
+from distill.commands.readback.comparison import Counted, ReplayedTau, Replayer, count, own_interval, tau_interval
 from distill.commands.readback.options import ReadbackOptions
 from distill.commands.readback.speed import speed_checks
 from distill.commands.target import check_room, open_target
@@ -208,7 +208,7 @@ def _judge(
     )
 
 
-def _rows(replayer: Replayer, prediction: Predicted, rate: float) -> list[Measured]:
+def _rows(replayer: Replayer, prediction: ReplayedTau, rate: float) -> list[Measured]:
     """Replay of the served text if it is known, and of the run's own text."""
     replayable = replayer.knows(prediction.rule)
     row = Measured(
@@ -264,7 +264,7 @@ def _gammas(
     return tuple(dict.fromkeys(gamma for gamma in gammas if gamma))
 
 
-def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> Predicted:
+def _rule(options: ReadbackOptions, counted: Counted, replayer: Replayer, gamma: int, sampled: bool) -> ReplayedTau:
     """Return the prediction under --rule; by default under the closest of the rules that engines use."""
     if not sampled or options.rule != "auto":
         return replayer.predict(counted, Rule.named(options.rule) if sampled else Rule.usual(0), gamma)

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from distill.commands.sweep.plan import Trial
 from distill.commands.sweep.table import Combination, mean_of, value_text
 from distill.config.layout import best_student
+from distill.report.figures import write_figure
 from distill.report.money import Prices, price_rows, run_hours
-from distill.report.plot import write_figure
 from distill.report.table import Cell, Column, Table
 from distill.run.verdict_record import Verdict, load_verdict
 from speculative.measure.intervals import Interval

@@ -46,6 +46,7 @@ class EngineClient(EndpointTarget):
 
     no_completion = "this is not an answer of an OpenAI-compatible server ({said})"
     most_bytes = 1 << 26
+    retries = 0
 
     def __init__(self, url: str, tokenizer: Any, vocab_rows: int, **how: Any) -> None:
         """``tokenizer``: the target's. ``url``: of the API; /v1 is appended if it is missing. ``how``: other fields of `Endpoint`.
@@ -55,7 +56,7 @@ class EngineClient(EndpointTarget):
         if not is_address(url):
             raise UserError(f"{url or 'no address'}: give the address of the API, e.g. http://127.0.0.1:8000/v1")
         self.root = root_of(url)  # the server itself, where its counters are
-        super().__init__(Endpoint(urls=(f"{self.root}/v1",), retries=0, **how), tokenizer, vocab_rows)
+        super().__init__(Endpoint(urls=(f"{self.root}/v1",), **how), tokenizer, vocab_rows)
         self.engine: Engine = UNKNOWN
         self.version = self.weights = ""
         self.timed = False  # whether only time and counts matter, not token ids

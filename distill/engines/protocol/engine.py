@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill import engines
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from distill.engines.protocol.facts import EngineFacts
     from speculative.rules.sampling import SamplingSettings
 
+BUILT = Path(__file__).resolve().parents[3]  # where `make engines` makes environments
 # Request options with which a server streams, and ends a stream with its counts.
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 

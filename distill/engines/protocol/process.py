@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from data.responses.engine_http import answers
-from distill.engines.protocol.engine import Engine, Service, known_engines
+from distill.engines.protocol.engine import BUILT, Engine, Service, known_engines
 from distill.faults import Interrupted
 from speculative.errors import UserError
 from speculative.progress import phase
 
-BUILT = Path(__file__).resolve().parents[3]  # where `make engines` makes environments
 TOLD_LINES = 12  # log lines printed when an engine exits on its own
 GRACE_SECONDS = 15.0  # for an engine to exit after a signal, before it is killed
 POLL_SECONDS = 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data.responses.endpoint_keys import Endpoint
-from data.responses.engine_http import listening
+from data.responses.engine_http import free_ports
 from distill.engines.protocol.process import Ended, Program, program_of, running, startable, wait_until_answering
 from distill.faults import Interrupted
 from distill.models.load import base_of_adapter, resolve
@@ -51,9 +51,7 @@ class Replicas:
         """
         if base_of_adapter(target.config.path, target.config.revision, "target.path") is not None:
             raise UserError(f"target.path {target.config.path}: --engine serves no adapter; merge it into its base")
-        with contextlib.ExitStack() as sockets:
-            free = [sockets.enter_context(listening(HOST, 0, True)) for _ in range(self.count)]
-            roots = [f"http://{HOST}:{socket.getsockname()[1]}" for socket in free]
+        roots = [f"http://{HOST}:{port}" for port in free_ports(self.count)]
         programs = [self._program(number, root, target, context, folder) for number, root in enumerate(roots)]
         key, alone = self.service.key_variable, target.config
         try:

@@ -106,10 +106,11 @@ def with_places(command: str, language: str, draft: str, target: str) -> str:
 
 
 @cache
-def environment(folder: Path) -> jinja2.Environment:
-    """Return the environment of the templates in a folder. It escapes nothing: values are numbers or quoted words."""
+def environment(folder: Path, escaping: bool = False) -> jinja2.Environment:
+    """Return the environment of the templates in a folder. Unless it is ``escaping``, values are numbers or quoted words."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
+        autoescape=escaping,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

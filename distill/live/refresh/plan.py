@@ -10,8 +10,7 @@ from data.files import MANIFEST, write_bytes
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.config import layout
-from distill.config.load import dump_config, load_config, load_trusted
-from distill.config.run import RunConfig
+from distill.config.load import dump_config, load_config, load_run
 from distill.live.versions import Version
 from distill.run.lock import hold
 from distill.run.prompts import HELDOUT_FILE, TRAIN_FILE
@@ -44,13 +43,6 @@ _PROBE = {
 }
 
 
-def run_config(run: Path, trusted: bool = True) -> RunConfig:
-    """The config of a run. ``trusted``: see `load_trusted`. Raises UserError: no run."""
-    if not (run / layout.CONFIG).is_file():
-        raise UserError(f"{run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    return load_trusted(run / layout.CONFIG, trusted)
-
-
 def student_of(version: Version | None, run: Path) -> Path:
     """The unrounded weights that a version was exported from; the version itself if its run is missing. ``run``: that of the first
     version, at its present path; ``version``: None for a draft that was never published.
@@ -72,7 +64,7 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     """Write the training's config with this share of new prompts and return its path. It has as many epochs as `home`; fewer prompts mean
     fewer steps. ``asked``: the user's overrides. Raises UserError: an invalid one, or the prompts of `home` are missing.
     """
-    config, (old_train, old_heldout), (new_train, new_heldout) = run_config(home), _prompts(home), _prompts(export)
+    config, (old_train, old_heldout), (new_train, new_heldout) = load_run(home, True), _prompts(home), _prompts(export)
     if not old_train.exists() or not old_heldout.exists():
         raise UserError(f"{home / layout.PROMPTS}: missing; it is not known what {home} was trained and judged on")
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))

@@ -21,12 +21,12 @@ from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
 from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
 from distill.config.layout import PROMPTS, RESPONSES, TRAINING, VERDICT
-from distill.config.load import load_config
+from distill.config.load import load_config, load_run
 from distill.live.alarm import Reason, alarm
 from distill.live.arms import ARMS, read_arms
 from distill.live.options import ExportTrafficOptions, RefreshOptions
 from distill.live.refresh.gate import judge_gate
-from distill.live.refresh.plan import adopt_stores, run_config, student_of, write_probe, write_training
+from distill.live.refresh.plan import adopt_stores, student_of, write_probe, write_training
 from distill.live.refresh.reasons import Headroom, Payback, headroom, own_words, payback
 from distill.live.refresh.state import (
     KEPT,
@@ -66,12 +66,12 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
     during training, which stopped with a checkpoint.
     """
     _check(options)
-    name = run_config(options.run, options.trust_remote_code).name
+    name = load_run(options.run, options.trust_remote_code).name
     drafts = options.drafts or Path("drafts") / name
     load_verdict(options.run)
     served = current_version(drafts)
     home = _home(options.run, served)
-    run_config(home, options.trust_remote_code)  # Check it: the following steps train, judge and publish with it.
+    load_run(home, options.trust_remote_code)  # Check it: the following steps train, judge and publish with it.
     log = _usable_log(options.traffic, options.target_version, home) if options.traffic is not None else None
     if served is None and not options.dry_run:
         served = _first(options, drafts, console)
@@ -131,7 +131,7 @@ def _usable_log(traffic: Path, target_version: str, home: Path) -> TrafficLog:
     if not texts:
         raise UserError(f"{traffic}: {len(log.records):,} requests, none with text; start the gateway with --text")
     target = str(Store(home / RESPONSES / TRAINING).manifest()["target"])
-    versions = {target_version} if target_version else {target, run_config(home).target.path}
+    versions = {target_version} if target_version else {target, load_run(home, True).target.path}
     others = sorted({record.target_version for record in texts} - versions)
     if all(record.target_version in others for record in texts):
         raise UserError(

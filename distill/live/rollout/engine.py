@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -76,12 +75,6 @@ def engine_words(command: str, draft: Path, port: int) -> list[str]:
         if not any(place in word for word in words):
             raise UserError(f"--engine-command {command or 'is empty'}: it must contain {place}")
     return [word.replace("{draft}", str(draft)).replace("{port}", str(port)) for word in words]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def start_engine(engine: Engine, words: list[str], log: Path) -> psutil.Process:

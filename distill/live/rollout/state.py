@@ -13,9 +13,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from data.responses.endpoint_keys import is_address, root_of
+from data.responses.engine_http import free_ports
 from distill.live.arms import ARMS, BY_FLAGS, Arms, read_arms
 from distill.live.options import RolloutOptions
-from distill.live.rollout.engine import Engine, engine_words, free_port
+from distill.live.rollout.engine import Engine, engine_words
 from distill.live.rollout.judgement import Served
 from distill.live.stages import Stages
 from distill.live.traffic.reader import Place
@@ -114,7 +115,7 @@ def opened(options: RolloutOptions, version: Version) -> State:
     before = arms_before(log)
     if any(version.name in (arm.name, arm.draft_version) and arm.share for arm in before.arms):
         raise UserError(f"{log / ARMS}: {version.name} is already served")
-    port = 0 if options.engine_url else free_port()
+    port = 0 if options.engine_url else free_ports()[0]
     mark = "" if options.engine_url else uuid.uuid4().hex
     engine = Engine(url=root_of(options.engine_url) or f"http://127.0.0.1:{port}", port=port, mark=mark)
     earlier = None

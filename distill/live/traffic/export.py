@@ -15,9 +15,9 @@ from data.files import MANIFEST, Manifest, read_manifest, write_manifest, writin
 from data.prompts.template import loss_mask
 from data.responses.rendered import RenderedPrompt, StoredPrompts, write_prompts
 from data.responses.store import Row, Store
-from distill.config.layout import CONFIG, PROMPTS, TRAINING
+from distill.config.layout import PROMPTS, TRAINING
 from distill.config.layout import RESPONSES as RUN_RESPONSES
-from distill.config.load import load_trusted
+from distill.config.load import load_run
 from distill.config.run import RunConfig
 from distill.live.options import ExportTrafficOptions
 from distill.live.traffic.reader import read_traffic
@@ -163,9 +163,7 @@ def _usable(records: Sequence[TrafficRecord], run: _Run, version: str) -> tuple[
 
 
 def _read_run(run: Path, trusted: bool) -> _Run:
-    if not (run / CONFIG).is_file():
-        raise UserError(f"--run {run}: no config.yaml there; give the folder of a run, e.g. runs/demo")
-    config, store = load_trusted(run / CONFIG, trusted), Store(run / RUN_RESPONSES / TRAINING)
+    config, store = load_run(run, trusted, "--run "), Store(run / RUN_RESPONSES / TRAINING)
     for folder in (run / PROMPTS, store.folder):
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: missing; finish the run first (or run `understudy respond` with its config)")

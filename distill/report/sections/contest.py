@@ -1,8 +1,7 @@
 """Sections on speed: every way to decode, one request at a time and under load, and latency."""
 
 from distill.report.measured import engine_parts, load_table, stages_table, waits_table, ways_tables
-from distill.report.section import Content, Piece, section
-from distill.report.sentences import say
+from distill.report.section import Content, Piece, say, section
 from distill.report.view import View
 
 

@@ -1,11 +1,8 @@
 """Curves: acceptance over steps, survival by position, speed-up over gamma."""
 
-from distill.report.section import Content, Part, Piece, figures, section
-from distill.report.sentences import say
+from distill.report.section import Content, Part, Piece, figures, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
-
-SHOWN_GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)
 
 
 @section("steps", "Acceptance over steps", order=20, nav="Steps")
@@ -28,7 +25,7 @@ def survival(view: View) -> Content:
 
 @section("speed", "Speed-up over gamma", order=40, nav="Speed")
 def speed(view: View) -> Content:
-    """tau and predicted speed-up over gamma, under each rule, and at other step times."""
+    """tau and predicted speed-up over gamma, and under each rule."""
     if view.curves is None:
         return "There are no curves over gamma: no rule could be replayed on this held-out text."
     parts: list[Part] = [
@@ -46,8 +43,7 @@ def speed(view: View) -> Content:
     parts += [Piece("heading", "Under each engine's rule"), rules] if rules.cells else []
     refused = view.result.curves.refused if view.result.curves else {}
     parts += [Piece("fine", f"Rule {rule} is left out: {why}.") for rule, why in refused.items()]
-    times = Piece("times", (say("times", view)[0], view.times, times_table(view)))
-    return [*parts, Piece("heading", "At other step times"), times]
+    return parts
 
 
 def rules_table(view: View) -> Table:
@@ -68,17 +64,4 @@ def rules_table(view: View) -> Table:
             "none" if best == 0 else best,
             None if best is None else fast[best],
         )
-    return table
-
-
-def times_table(view: View) -> Table:
-    """Predicted speed-up over gamma at other step times, one column per way, the best of each in bold."""
-    assert view.curves is not None
-    curves = view.in_order(view.curves)
-    columns = [view.times.speed_ups(curve, view.in_one_pass(name)) for name, curve in curves]
-    gammas = [gamma for gamma in SHOWN_GAMMAS if all(gamma in column for column in columns)]
-    best = [max(gammas, key=column.__getitem__, default=0) for column in columns]
-    table = Table([Column("gamma", "d"), *(Column(name, ".2f", "x") for name, _ in curves)])
-    for gamma in gammas:
-        table.add(gamma, *(Cell(column[gamma], strong=top == gamma) for column, top in zip(columns, best, strict=True)))
     return table

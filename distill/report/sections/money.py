@@ -1,8 +1,7 @@
 """Cost of tokens and responses, if prices were given."""
 
 from distill.report.money import Prices, price_rows, run_hours, run_price
-from distill.report.section import Content, section
-from distill.report.sentences import say
+from distill.report.section import Content, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.verdict_record import Verdict

@@ -3,8 +3,7 @@
 import itertools
 
 from distill.report.measured import waits_table
-from distill.report.section import Content, section
-from distill.report.sentences import say
+from distill.report.section import Content, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from distill.run.readback_record import ReadbackRecord

@@ -2,8 +2,7 @@
 
 import shlex
 
-from distill.report.section import Content, Part, Piece, section
-from distill.report.sentences import glossary, say
+from distill.report.section import Content, Part, Piece, glossary, say, section
 from distill.report.view import View
 from distill.run.result import Result
 

@@ -2,8 +2,7 @@
 
 import re
 
-from distill.report.section import Content, Part, Piece, section
-from distill.report.sentences import say
+from distill.report.section import Content, Part, Piece, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
 from speculative.explain.disagreements import Disagreement

@@ -85,57 +85,6 @@
     next.focus();
   });
 
-  // Speed-up at other step times: tau / (gamma c + v), v = 1 + gamma * extra.
-  const curves = read("curve-data");
-  const form = document.getElementById("times-form");
-  const field = (id) => {
-    const input = document.getElementById(id);
-    const value = input.value.trim() === "" ? NaN : Number(input.value);
-    const right = Number.isFinite(value) && (id === "t-verify" ? value >= 0 : value > 0);
-    input.setAttribute("aria-invalid", String(!right));
-    return right ? value : NaN;
-  };
-  // A parallel draft takes one call a block.
-  const calls = (series, gamma) => (series.parallel ? Math.min(gamma, 1) : gamma);
-  const speed = (series, tau, gamma, c, extra) => tau / (calls(series, gamma) * c + 1 + gamma * extra);
-  const speeds = (series, c, extra) => series.tau.map((tau, index) => speed(series, tau, series.gammas[index], c, extra));
-  const peak = (values) => values.indexOf(Math.max(...values));
-  const recompute = () => {
-    const [target, draft, verify] = ["t-target", "t-draft", "t-verify"].map(field);
-    const best = document.getElementById("times-best");
-    if ([target, draft, verify].some(Number.isNaN)) {
-      best.textContent = "Give times above 0 (and 0 % or more).";
-      return;
-    }
-    const rule = curves.rules.find((known) => known.rule === document.getElementById("t-rule").value);
-    const lines = rule.series.map((series) => ({ ...series, values: speeds(series, draft / target, verify / 100) }));
-    const rows = [...document.querySelectorAll("#times-table tbody tr")];
-    for (const [column, name] of curves.columns.entries()) {
-      const line = lines.find((known) => known.name === name);
-      const shownGammas = rows.map((row) => Number(row.cells[0].textContent));
-      const values = shownGammas.map((gamma) => (line ? line.values[line.gammas.indexOf(gamma)] : NaN));
-      rows.forEach((row, index) => {
-        const cell = row.cells[column + 1];
-        cell.replaceChildren(make("span", line ? `${values[index].toFixed(2)}x` : "–", "value"));
-        cell.classList.toggle("strong", index === peak(values));
-        Object.assign(cell.dataset, { name, gamma: shownGammas[index], value: values[index] });
-      });
-    }
-    const words = lines.map((line) => {
-      const at = peak(line.values);
-      const pays = line.values[at] > 1 && line.gammas[at] > 0;
-      return `${line.name}: ${pays ? `${line.values[at].toFixed(2)}x at gamma ${line.gammas[at]}` : "no gamma pays off"}`;
-    });
-    best.textContent = `c = ${(draft / target).toFixed(3)}. Best, ${words.join("; ")}.`;
-  };
-  if (form) {
-    form.hidden = false;
-    document.getElementById("times-best").hidden = false;
-    form.addEventListener("input", recompute);
-    form.addEventListener("submit", (event) => event.preventDefault());
-    recompute();
-  }
-
   // Commands can be copied; where the clipboard is closed, the text is selected instead.
   for (const block of document.querySelectorAll(".copyable")) {
     const button = make("button", "copy");

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from distill import cli
 from distill.commands.generate import generate as program
+from distill.commands.generate.files import ResponseFile, read_past, read_prompts
 from distill.commands.generate.options import GenerateOptions
-from distill.commands.generate.prompt_files import read_past, read_prompts
-from distill.commands.generate.response_file import ResponseFile
 from distill.models.load import load_model, load_tokenizer
 from speculative.decode import decode
 from speculative.decoder.responses import DecodeSettings, Response

@@ -51,13 +51,17 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Gateway: {SECRET}\nAuthorization: Bearer {SECRET}")
 
 
+def check_target(url: str) -> None:
+    target = EndpointTarget(Endpoint(urls=(f"{url}/v1",)), tiny_tokenizer(), TOKENS)
+    target.retries = 0
+    target.check()
+
+
 ASKED: dict[str, Callable[[str], Any]] = {
     "readback": lambda url: engine_at(url).identify(),
     "readback's counters": lambda url: engine_at(url).scrape(),
     "drift": lambda url: scrape(url, 2, 0.0, None),
-    "served target": lambda url: EndpointTarget(
-        Endpoint(urls=(f"{url}/v1",), retries=0), tiny_tokenizer(), TOKENS
-    ).check(),
+    "served target": check_target,
     "rollout's health": answers,
     "rollout's models": models,
 }

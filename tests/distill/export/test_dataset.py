@@ -13,7 +13,7 @@ from data.prompts.sources import load_source
 from data.responses.store import Store
 from distill import respond
 from distill.config.layout import HELDOUT, RESPONSES, TRAINING, best_student
-from distill.export.hub.dataset import write_responses
+from distill.export.hub import write_responses
 from distill.models.load import load_tokenizer
 
 

@@ -19,7 +19,6 @@ from selenium.webdriver.common.keys import Keys
 from data.files import write_json
 from distill.config.layout import RESULT
 from distill.report.page import write_page
-from speculative.measure.measured import DRAFT
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -189,41 +188,3 @@ def test_the_tokens_are_those_of_the_result_and_show_what_both_models_predicted(
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
     assert tooltip(browser) is None
     assert browser.title == "tiny: Pays off", "no text of a model has run"
-
-
-def cells(browser: Chrome) -> dict[tuple[str, int], float]:
-    found = browser.execute_script(
-        "return [...document.querySelectorAll('#times-table td')].map(c => "
-        "[c.dataset.name, Number(c.dataset.gamma), c.dataset.value, c.textContent])"
-    )
-    assert all(text == f"{float(value):.2f}x" for _, _, value, text in found)
-    return {(name, gamma): float(value) for name, gamma, value, _ in found}
-
-
-def give(browser: Chrome, **values: str) -> None:
-    for name, value in values.items():
-        field = browser.find_element(By.ID, f"t-{name}")
-        field.clear()
-        field.send_keys(value)
-
-
-def test_other_step_times_and_another_rule_compute_the_table_again(browser: Chrome, result: dict[str, Any]) -> None:
-    give(browser, target="25", draft="3", verify="4")
-    curves = result["curves"]["rules"][0]["ways"]
-    for (name, gamma), value in cells(browser).items():
-        # Both are double precision; the sums may round differently in the last place.
-        assert value == pytest.approx(curves[name]["tau"][gamma] / (gamma * 3 / 25 + 1 + gamma * 0.04), rel=1e-12)
-    speeds = [tau / (gamma * 0.12 + 1 + gamma * 0.04) for gamma, tau in enumerate(curves[DRAFT]["tau"])]
-    words = browser.find_element(By.ID, "times-best").text
-    assert f"draft: {max(speeds):.2f}x at gamma {speeds.index(max(speeds))}" in words
-    browser.execute_script(
-        "const s = document.getElementById('t-rule'); s.value = 'greedy-draft'; s.dispatchEvent(new Event('input', {bubbles: true}))"
-    )
-    give(browser, target="10", draft="1", verify="0")
-    tau = result["curves"]["rules"][1]["ways"][DRAFT]["tau"][4]
-    right = cells(browser)
-    assert right[DRAFT, 4] == pytest.approx(tau / (4 * 0.1 + 1), rel=1e-12)
-    give(browser, draft="0")
-    assert cells(browser) == right, "the last right numbers stay"
-    assert browser.find_element(By.ID, "t-draft").get_attribute("aria-invalid") == "true"
-    assert "above 0" in browser.find_element(By.ID, "times-best").text

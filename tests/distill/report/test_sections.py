@@ -1,4 +1,4 @@
-"""The sections of a report: what they show is what the result holds; money, given times and marks by hand."""
+"""The sections of a report: what they show is what the result holds; money and marks by hand."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from distill.config.layout import RESULT
 from distill.report.money import Prices, parse_prices, price_rows
 from distill.report.page import filled_sections
 from distill.report.screen import last_screen
-from distill.report.section import Piece
-from distill.report.sections.curves import rules_table, times_table
+from distill.report.section import Piece, say
+from distill.report.sections.curves import rules_table
 from distill.report.sections.money import money_lines
 from distill.report.sections.run import run_facts
 from distill.report.sections.slices import visible
-from distill.report.sections.tokens import token_text
-from distill.report.sentences import say
+from distill.report.sections.text import token_text
 from distill.report.table import NOTHING, Table
-from distill.report.view import StepTimes, View, step_times
+from distill.report.view import View
 from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, Measured
 
 
@@ -173,26 +172,6 @@ def test_what_was_run_is_reported(result: dict[str, Any]) -> None:
     steps = sections_of(result)["steps"], sections_of(not_timed(result))["steps"]
     assert ["decoded live" in made[0] for made in steps] == [True, False]
     assert all("tau by replay" in made[0] for made in steps)
-
-
-def test_speed_ups_at_other_step_times_are_the_formula(result: dict[str, Any]) -> None:
-    curve, tree = result["curves"]["rules"][0]["ways"][DRAFT], copy.deepcopy(result)
-    for parallel in (False, True):
-        if parallel:
-            tree["verdict"]["drafts"][-1]["drafting"] = "parallel"
-        view = view_of(tree)
-        vars(view)["times"] = StepTimes(0.025, 0.003, 0.02)
-        table = times_table(view)
-        for row in table.cells:
-            gamma = row[0].value
-            drafting = 0.12 * (1 if parallel else gamma)
-            assert row[-1].value == pytest.approx(curve["tau"][gamma] / (drafting + 1 + gamma * 0.02))
-            assert row[-2].value < row[-1].value
-        assert [row[-1].strong for row in table.cells].count(True) == 1
-    times, tau = step_times(typed(result)), curve["tau"][4]
-    assert (times.measured, times.cost_ratio) == (True, pytest.approx(result["verdict"]["costs"]["cost_ratio"]))
-    assert times.speed_up(4, tau) == pytest.approx(curve["predicted_speed_up"][4])
-    assert not step_times(typed(not_timed(result))).measured
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def tracked_run(folder: Path, tracker: str) -> None:
     config.folder.mkdir(parents=True, exist_ok=True)
     accelerator = fresh_accelerator(config.folder, log_with=[tracker])
     values = config.model_dump(mode="json")
-    start_trackers(accelerator, config.tracking.trackers, config.tracking.project, config.name, values)
+    start_trackers(accelerator, config.tracking.trackers, config.name, values)
     fit(make_loop(config, accelerator=accelerator))
     accelerator.end_training()
     assert [line["step"] for line in metrics_of(config)] == [0, *range(1, 11), 10], (
@@ -153,7 +153,7 @@ def keys_of(record: Any) -> list[Any]:
 def test_a_missing_tracker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     available = accelerate.tracking.get_available_trackers()
     monkeypatch.setattr(accelerate.tracking, "_available_trackers", [one for one in available if str(one) == "wandb"])
-    said = refused(start_trackers, fresh_accelerator(tmp_path), ("wandb", "tensorboard"), "understudy", "run", {})
+    said = refused(start_trackers, fresh_accelerator(tmp_path), ("wandb", "tensorboard"), "run", {})
     assert said.startswith("tracking.trackers: tensorboard is not installed; run `pip install tensorboard`")
 
 

@@ -17,7 +17,7 @@ from distill.config.sections import JudgeConfig
 from distill.export.export import export_draft
 from distill.export.facts import RunFacts
 from distill.report.page import render_page
-from distill.report.sentences import say
+from distill.report.section import say
 from distill.report.view import OUTCOMES, View
 from distill.run.verdict_record import Outcome, Verdict
 from distill.verdict.conclusion import findings_of

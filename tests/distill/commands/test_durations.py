@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from distill.report.durations import parse_seconds
+from distill.commands.probe.plan import parse_seconds
 from speculative.errors import UserError
 
 
