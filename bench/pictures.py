@@ -22,7 +22,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from data.files import replacing
-from distill.report import figures, plot
+from distill.report import figures
 from distill.report.page import render_page
 from distill.run.result import RESULT_FORMAT, Result
 from distill.run.verdict_record import Verdict
@@ -49,7 +49,7 @@ def sources_of(stored: dict[str, Any]) -> dict[str, str]:
     """Picture -> digest of what it is drawn from."""
     drawing = inspect.getsource(figures)
     parts = {
-        "demo.png": json.dumps(stored["verdict"]["checkpoints"]) + inspect.getsource(plot) + drawing,
+        "demo.png": json.dumps(stored["verdict"]["checkpoints"]) + drawing,
         "report.png": FIGURES.sub("", demo_report(stored)) + drawing,
     }
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
@@ -63,7 +63,7 @@ def draw_pictures(result: Path = DEMO) -> None:
     stored = json.loads(result.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plot.plot_judgements(Verdict.model_validate(stored["verdict"]).checkpoints, "demo", folder / "demo.png")
+        figures.plot_judgements(Verdict.model_validate(stored["verdict"]).checkpoints, "demo", folder / "demo.png")
         (folder / "report.html").write_text(demo_report(stored), encoding="utf-8")
         _photograph(folder / "report.html", folder / "report.png")
         for picture, digest in sources_of(stored).items():

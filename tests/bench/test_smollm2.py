@@ -184,7 +184,14 @@ def test_the_real_tokenizer_and_template() -> None:
 @pytest.mark.timeout(0)
 def test_the_real_model_from_download_to_verdict(tmp_path: Path) -> None:
     """All stages, smaller: an hour on two cores at most. Those of llama.cpp run where it is built."""
-    few = ["data.heldout_count=16", "judge.prompts=16", "train.steps=20", "train.epochs=0", "judge.every=20", "serving.max_tokens=32"]
+    few = [
+        "data.heldout_count=16",
+        "judge.prompts=16",
+        "train.steps=20",
+        "train.epochs=0",
+        "judge.every=20",
+        "serving.max_tokens=32",
+    ]
     places = [f"output={tmp_path}", f"data.train.0.path={tmp_path}/turns.jsonl", "judge.speed_seconds=10"]
     out = tmp_path / "result.json"
     words = [sys.executable, "bench/smollm2.py", "--prompts", "64", "--out", str(out), *few, *places]
