@@ -1,7 +1,9 @@
 """Private state of libraries that this package uses, each with the version that was read and the change that would end it."""
 
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,16 @@ def loops_as_phases() -> None:
 
 def _looped(items: Iterable[Any], *, desc: str = "", **_: Any) -> Iterator[Any]:
     return each(items, desc.rstrip(".").lower() or "weights")
+
+
+def keep_gguf_readers() -> None:
+    """Read a GGUF file once: transformers 5.23 lists its whole vocabulary for the config, for the weights and for their names, until it shares a reader."""
+    with suppress(ImportError):  # transformers says what is missing.
+        import gguf
+
+        if isinstance(make := gguf.GGUFReader, type):
+            read = lru_cache(maxsize=2)(lambda path, changed: make(path))
+            gguf.GGUFReader = lambda path: read(os.fspath(path), os.stat(path).st_mtime_ns)
 
 
 def turn_on_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:

@@ -32,7 +32,7 @@ from distill.config.layout import find_student, near_path
 from distill.models.files.adapter import with_adapter
 from distill.models.files.complete import HEAD_CLASSES, REPORTS, head_error, refuse_incomplete
 from distill.models.files.gguf import GGUF, read_gguf, split_as_named
-from distill.models.library_state import loops_as_phases
+from distill.models.library_state import keep_gguf_readers, loops_as_phases
 from distill.models.quantized import quantization_of, stored_parts, without_quantization
 from distill.models.text_model import auto_class, text_only, without_weights
 from distill.models.vocabulary import refuse_two_heads
@@ -112,6 +112,7 @@ def load_pretrained(what: str, path: str, load: Any, **options: Any) -> Any:
     looks_local = find_model(what, path, "" if what == "tokenizer" else "config.json")
     if local.endswith(GGUF):
         options["gguf_file"], local = Path(local).name, str(Path(local).parent)
+        keep_gguf_readers()
     if not looks_local:
         reach_hub(constants.ENDPOINT)
     # Bars are for downloads; those for local weights would break our own progress lines.

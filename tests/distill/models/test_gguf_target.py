@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from gguf_file import tokenizer_metadata, write_model
@@ -42,3 +43,22 @@ def test_the_weights_are_those_of_the_file(tmp_path: Path) -> None:
     )
     moved = (four.model.layers[0].mlp.up_proj.weight - weight).norm() / weight.norm()
     assert 0.02 < moved < 0.15
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    class Reader(gguf.gguf_reader.GGUFReader):
+        def __init__(self, path: str) -> None:
+            read.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    tokens, path = tokenizer_metadata(tiny_tokenizer()), tmp_path / "target.gguf"
+    for count in (1, 2):
+        own = tiny_model(vocab_size=TOKENS, tie_word_embeddings=True, **IDS)
+        torch.nn.init.constant_(own.model.norm.weight, float(count))
+        write_model(path, own, tokens, "F32")
+        for _ in range(2):
+            assert float(load_model("target", str(path)).model.norm.weight[0]) == count
+        assert len(read) == count
