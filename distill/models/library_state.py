@@ -60,7 +60,7 @@ def keep_gguf_readers() -> None:
 
         if isinstance(make := gguf.GGUFReader, type):
             read = lru_cache(maxsize=2)(lambda path, changed: make(path))
-            gguf.GGUFReader = lambda path: read(os.fspath(path), os.stat(path).st_mtime_ns)
+            vars(gguf)["GGUFReader"] = lambda path: read(os.fspath(path), os.stat(path).st_mtime_ns)
 
 
 def turn_on_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
