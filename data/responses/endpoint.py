@@ -216,11 +216,11 @@ class EndpointTarget:
         endpoint = self.endpoint
         seconds = endpoint.timeout * (self.retries + 1) + _RETRY_SECONDS * self.retries + 1.0
         try:
-            with within(seconds, endpoint.url, self.client.close):
+            with within(seconds, endpoint.url, self.close):
                 return call()
         except openai.OpenAIError as error:
             raise UserError(self._refusal(error, k)) from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             if isinstance(error, UserError):
                 raise
             said = f"{type(error).__name__}: {str(error)[:80]}"
