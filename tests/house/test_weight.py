@@ -62,9 +62,9 @@ def unformatted() -> int:
 
 # What is counted, the number on 2026-11-29, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
-    "product lines": (lambda: lines(PRODUCT, CODE), 47_900, 60),
-    "test lines": (lambda: lines(["tests"], (".py",)), 46_490, 120),
-    "bench lines": (lambda: lines(["bench"], (".py",)), 8_345, 40),
+    "product lines": (lambda: lines(PRODUCT, CODE), 47_691, 60),
+    "test lines": (lambda: lines(["tests"], (".py",)), 46_581, 120),
+    "bench lines": (lambda: lines(["bench"], (".py",)), 8_361, 40),
     "commands": (commands, 20, 0),
     "options": (options, 151, 0),
     "config keys": (keys, 98, 0),
