@@ -54,7 +54,7 @@ def _looped(items: Iterable[Any], *, desc: str = "", **_: Any) -> Iterator[Any]:
 
 
 def keep_gguf_readers() -> None:
-    """Read a GGUF file once: transformers 5.23 lists its whole vocabulary for the config, for the weights and for their names, until it shares a reader."""
+    """Read a GGUF file once; until transformers shares a reader: 5.23 lists the vocabulary for the config, the weights and their names."""
     with suppress(ImportError):  # transformers says what is missing.
         import gguf
 
@@ -86,7 +86,7 @@ def spread_alike(model: Any, other: Any) -> None:
 def cpu_has_bf16() -> bool:
     """Whether bfloat16 products are faster than float32 ones; `torch.cpu.get_capabilities`, public in torch 2.13, ends half of it.
 
-    AVX-512's instructions halve the time on AMD's processors (Zen 4: 400 against 180 GFLOP/s) and lose on Intel's without AMX (174 against 300).
+    AVX-512's instructions halve the time on AMD's processors (Zen 4: 400 against 180 GFLOP/s); Intel's without AMX lose (174 against 300).
     """
     amd = PROCESSOR.is_file() and "AuthenticAMD" in PROCESSOR.read_text()
     return cpu._is_amx_tile_supported() or (amd and cpu._is_avx512_bf16_supported())

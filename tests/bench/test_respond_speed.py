@@ -48,6 +48,6 @@ def test_the_prompts_are_shared_out_and_the_last_process_sets_the_time(tmp_path:
     assert program.offline(data_of(tmp_path), stub, "{}", 2, tmp_path) == {"tokens": 15, "seconds": 3.0}
 
 
-def test_a_process_that_ends_early_is_said(tmp_path: Path, stub: str) -> None:
+def test_a_process_that_ends_early_is_reported(tmp_path: Path, stub: str) -> None:
     with pytest.raises(UserError, match="vLLM ended before it answered"):
         program.offline(data_of(tmp_path), stub, "broken", 2, tmp_path)
