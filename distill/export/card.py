@@ -20,7 +20,8 @@ from distill.run.verdict_record import Verdict
 TEMPLATES = Path(__file__).with_name("templates")
 LONGEST_SHOWN = 500  # characters of one provenance entry
 NO_GAIN = (
-    "No certain gain: on the run's machine, decoding with the draft by itself was not certainly faster than the target alone. "
+    "No certain gain: in the engine that the run timed, or else in Understudy's decoder, the draft by itself is not certainly faster than "
+    "the target alone. "
     "The commands still use gamma {gamma}."
 )
 NOT_MEASURED = "not measured: this export has no verdict. Run `understudy evaluate` on it before you serve it."
