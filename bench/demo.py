@@ -24,15 +24,18 @@ from distill.run.provenance import describe_run
 from distill.run.verdict_record import Verdict, load_verdict
 from pictures import draw_pictures
 from result_file import write_result
+from speculative.measure.measured import UNDISTILLED
 
 
-def block_of(verdict: Verdict, seconds: float, cores: str, command: str = "make demo", captioned: bool = True) -> str:
-    """The table of ways, the verdict's headline, and where they come from."""
+def block_of(verdict: Verdict, seconds: float, cores: str, command: str = "make demo", brief: bool = False) -> str:
+    """The table of ways, the verdict's headline, and where they come from; a brief one without its caption and the undistilled draft."""
     minutes = f"{seconds // 60:.0f} minutes {seconds % 60:.0f} seconds"
     table = ways_tables(verdict)[0]
     source = f"*`{command}`, {cores}, {minutes}; {table.title}.*"
     text = table.markdown(titled=False)
-    text = text if captioned else text.replace(table.caption, "").rstrip()
+    if brief:
+        lines = text.replace(table.caption, "").rstrip().splitlines()
+        text = "\n".join(line for line in lines if not line.startswith(f"| {UNDISTILLED} "))
     return f"{text}\n\n**{verdict.headline}**\n{source}"
 
 

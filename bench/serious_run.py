@@ -154,6 +154,7 @@ def logs(study: SeriousRun) -> None:
     """Let vLLM answer half of the chats."""
     words = ["run-batch", "-i", "logs/requests.jsonl", "-o", "logs/results.jsonl", "--model", "target"]
     words += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--generation-config", "vllm"]
+    words += ["--no-enable-chunked-prefill"]  # docs/respond.md
     study.shell([str(VLLM), *words], shlex.join(["vllm", *words]))
 
 

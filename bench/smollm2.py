@@ -248,7 +248,7 @@ def main(
     if readme:
         page, verdict = Path("README.md"), load_verdict(study.run)
         command, cores = f"bench/smollm2.py --prompts {count}", result["cores"]
-        block = block_of(verdict, sum(study.seconds.values()), cores, command, captioned=False)
+        block = block_of(verdict, sum(study.seconds.values()), cores, command, brief=True)
         write_bytes(page, put_into(page.read_text(encoding="utf-8"), block, "smollm2").encode())
 
 

@@ -165,6 +165,8 @@ def test_a_replica_on_a_device_takes_the_memory_that_is_free() -> None:
     assert words[words.index("--revision") + 1] == words[words.index("--tokenizer-revision") + 1] == "abc"
     assert "--trust-remote-code" in words
     assert "--max-model-len" not in words
+    assert "--no-enable-chunked-prefill" not in words
     assert environment == {}
-    _, environment = _answering(target, "bfloat16", None, (2, 3), 3.5 * 2**30)
+    words, environment = _answering(target, "bfloat16", None, (2, 3), 3.5 * 2**30)
+    assert words[-1] == "--no-enable-chunked-prefill", "a CPU server ends when it reads a prompt in parts"
     assert environment == {"VLLM_CPU_OMP_THREADS_BIND": "2,3", "VLLM_CPU_KVCACHE_SPACE": "3"}
