@@ -161,8 +161,8 @@ def _answering(
     words += ["--max-model-len", str(context)] if context else []
     if not cores:
         return [*words, "--gpu-memory-utilization", f"{memory:.2f}"], {}
-    # By itself each would bind to the same cores and reserve most of the memory. A prompt that is read in parts ends a CPU server, because
-    # it sets the random generator of a request with a seed back, which torch has for GPUs only (vLLM 0.32: "CPU Generator does not use offset").
+    # By itself each would bind to the same cores and reserve most of the memory. A prompt that is read in parts ends a CPU
+    # server of vLLM 0.32, because it sets the generator of a request with a seed back, which torch has for GPUs only.
     gigabytes = max(1, int(memory / 2**30))
     return [*words, "--no-enable-chunked-prefill"], {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
