@@ -7,14 +7,17 @@ processes as there are servers, each with its share of the prompts on a core of 
 servers should be stopped by then, so it waits for Enter first unless --no-wait is given. Without it only the servers are timed.
 """
 
-import argparse
+from distill.faults import run_script
+
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from data.responses.respond import ResponsePlan
 from data.responses.servers import Servers
@@ -94,34 +97,32 @@ def offline(data: RunData, python: str, options: str, processes: int, folder: Pa
     return {"tokens": sum(one["tokens"] for one in told), "seconds": max(one["seconds"] for one in told)}
 
 
-def main() -> int:
+def main(
+    config: Annotated[str, typer.Argument(help="run whose prompts are answered")],
+    url: Annotated[list[str], typer.Option(help="address of a server; repeatable")],
+    concurrency: Annotated[int, typer.Option(help="requests at a time to each server", min=1)] = 256,
+    python: Annotated[str, typer.Option("--offline", help="Python with vLLM")] = "",
+    options: Annotated[str, typer.Option("--offline-options", help="JSON: more arguments of vLLM's LLM")] = "{}",
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="do not wait until the servers are stopped")] = False,
+    out: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/respond_speed.json"),
+) -> None:
     """Time both and write the ratio of their rates."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config")
-    parser.add_argument("--url", action="append", required=True)
-    parser.add_argument("--concurrency", type=int, default=256)
-    parser.add_argument("--offline", metavar="PYTHON")
-    parser.add_argument("--offline-options", default="{}", help="JSON: more arguments of vLLM's LLM")
-    parser.add_argument("--no-wait", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/respond_speed.json"))
-    asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="understudy-speed-") as place:
         folder = Path(place)
-        run = Run(load_config(asked.config, [f"output={folder}"]), new_accelerator())
+        run = Run(load_config(config, [f"output={folder}"]), new_accelerator())
         run.claim()
         data = RunData(run, Target(run.config.target, run.device, run.folder))
-        result = {"servers": len(asked.url), "concurrency": asked.concurrency, "prompts": len(data.prompts.train)}
-        rows = {"respond": served(data, asked.url, asked.concurrency, folder)}
-        if asked.offline:
-            if not asked.no_wait:
+        result = {"servers": len(url), "concurrency": concurrency, "prompts": len(data.prompts.train)}
+        rows = {"respond": served(data, url, concurrency, folder)}
+        if python:
+            if not no_wait:
                 input("stop the servers, then press Enter: ")
-            rows["offline"] = offline(data, asked.offline, asked.offline_options, len(asked.url), folder)
+            rows["offline"] = offline(data, python, options, len(url), folder)
         rates = {name: row["tokens"] / row["seconds"] for name, row in rows.items()}
-        ratio = rates["respond"] / rates["offline"] if asked.offline else None
-        write_result(asked.out, result | {"rows": rows, "tokens_per_second": rates, "ratio": ratio})
+        ratio = rates["respond"] / rates["offline"] if python else None
+        write_result(out, result | {"rows": rows, "tokens_per_second": rates, "ratio": ratio})
         print(rates, f"ratio {ratio}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

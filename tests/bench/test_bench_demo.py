@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("demo", {}), ("smollm2", {"command": "bench/smollm2.py --prompts 4000", "captioned": False})],
+    [("demo", {}), ("smollm2", {"command": "bench/smollm2.py --prompts 4000", "brief": True})],
 )
 def test_readme_shows_the_stored_result(name: str, how: dict[str, Any]) -> None:
     module = bench("demo")

@@ -36,7 +36,9 @@ def tree_of(**sections: Any) -> dict[str, Any]:
 def test_shipped_config_loads(path: Path) -> None:
     config = load_config(path)
     assert config.name
-    assert (config.judge.live, config.judge.live_prompts) == ("checkpoint", 32), "each proves its checkpoints"
+    # 32 prompts of a model of 135 M take two minutes on two cores; its verdict decodes them all.
+    live = "end" if config.name == "smollm2" else "checkpoint"
+    assert (config.judge.live, config.judge.live_prompts) == (live, 32), "each proves its checkpoints"
     assert load_config(path, ["optim.lr=3e-4", "loss.name=ce"]).optim.lr == 3e-4
 
 
