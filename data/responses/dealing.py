@@ -1,4 +1,4 @@
-"""Deal jobs to servers: each takes the next one when it has room, so others do what a dead or slow one leaves.
+"""Deal jobs to servers: each takes the next one when it has room, and others do what a dead or slow one leaves.
 
 One thread runs one request. Only the caller's thread deals, so nothing here needs a lock.
 """
@@ -16,7 +16,9 @@ from speculative.errors import UserError
 from speculative.progress import note
 
 RECHECK_SECONDS = 30.0  # between two looks at a server that is out
-_TICK_SECONDS = 0.5  # how often servers that are out are thought of while nothing finishes
+_TICK_SECONDS = 0.5  # how often servers that are out or slow are thought of while nothing finishes
+_SLOW = 3.0  # a request that takes so many times longer than another server's longest is sent there too
+_FEWEST_SECONDS = 2.0  # shorter requests are not slow
 _MOST_FAILURES = 5  # of one job, each of which put a server out
 
 
@@ -29,6 +31,7 @@ class Lane:
     fault: UserError | None = None
     looking: bool = False
     look_at: float = 0.0
+    longest: float = 0.0
 
     @property
     def url(self) -> str:
@@ -48,7 +51,8 @@ class Lane:
 @dataclass(eq=False)
 class _Request:
     lane: Lane
-    job: tuple[int, Any] | None  # its number and itself; None: a look
+    number: int | None  # of the job; None: a look
+    started: float
     result: Any = None
     error: BaseException | None = None
 
@@ -61,8 +65,8 @@ class Dealing:
     ) -> None:
         """``work``: of a target and a job. ``look``: raises UserError for a target that still cannot work."""
         self.lanes, self.work, self.look = lanes, work, look
-        self.waiting, self.again = enumerate(jobs), deque[tuple[int, Any]]()
-        self.under_way, self.failures = list[_Request](), Counter[int]()
+        self.waiting, self.again, self.jobs = enumerate(jobs), deque[int](), dict[int, Any]()
+        self.under_way, self.copied, self.failures = list[_Request](), set[int](), Counter[int]()
         self.ended: SimpleQueue[_Request] = SimpleQueue()
         self.fault: UserError | None = None  # the last one of a job
 
@@ -78,14 +82,10 @@ class Dealing:
                 except Empty:
                     continue
                 self.under_way.remove(request)
-                if request.job is None:
-                    self._looked(request.lane, request.error)
-                else:
-                    request.lane.busy -= 1
-                    if request.error is None:
-                        yield request.job[1], request.result
-                    else:
-                        self._failed(request.lane, request.job, request.error)
+                if request.number is None:
+                    self._looked(request)
+                elif self._succeeded(request):
+                    yield self.jobs.pop(request.number), request.result
         finally:
             for lane in self.lanes:
                 lane.looking, lane.busy = False, 0
@@ -94,43 +94,61 @@ class Dealing:
 
     def _deal(self) -> bool:
         """Give jobs to servers with room; whether any is left. UserError: no server works."""
+        now = time.monotonic()
         for lane in self.lanes:
-            if lane.fault is not None and not lane.looking and lane.look_at <= time.monotonic():
+            if lane.fault is not None and not lane.looking and lane.look_at <= now:
                 lane.looking = True
-                self._send(_Request(lane, None))
+                self._send(_Request(lane, None, now))
         while (lane := max(self.lanes, key=lambda lane: lane.room)).room > 0:
-            if (job := self._next()) is None:
-                return any(lane.busy for lane in self.lanes)
+            if (number := self._next(lane, now)) is None:
+                if not self.jobs:
+                    return False
+                break
             lane.busy += 1
-            self._send(_Request(lane, job))
+            self._send(_Request(lane, number, now))
         if any(lane.busy or lane.looking for lane in self.lanes):
             return True
-        if self._next() is None:
+        if not self.jobs and self._next(lane, now) is None:
             return False
         fault = self.fault or lane.fault
         assert fault is not None
         raise fault
 
-    def _next(self) -> tuple[int, Any] | None:
-        """The next job and its number: one that failed elsewhere, else a new one."""
-        return self.again.popleft() if self.again else next(self.waiting, None)
+    def _next(self, lane: Lane, now: float) -> int | None:
+        """The number of the next job for a server: of one that failed elsewhere, of a new one, or of one that is slow elsewhere."""
+        while self.again:
+            if (number := self.again.popleft()) in self.jobs:
+                return number
+        if (pair := next(self.waiting, None)) is not None:
+            self.jobs[pair[0]] = pair[1]
+            return pair[0]
+        patience = max(_FEWEST_SECONDS, _SLOW * lane.longest)
+        for request in self.under_way if lane.longest else ():
+            slow = request.lane is not lane and now - request.started > patience
+            if request.number in self.jobs and request.number not in self.copied and slow:
+                self.copied.add(request.number)
+                return request.number
+        return None
 
     def _send(self, request: _Request) -> None:
         def run() -> None:
             try:
-                if request.job is None:
-                    self.look(request.lane.target)
+                target = request.lane.target
+                if request.number is None:
+                    self.look(target)
                 else:
-                    request.result = self.work(request.lane.target, request.job[1])
+                    request.result = self.work(target, job)
             except BaseException as error:
                 request.error = error
             self.ended.put(request)
 
+        job = None if request.number is None else self.jobs[request.number]
         self.under_way.append(request)
         # A daemon, because the interpreter would wait for a request that nobody needs.
         threading.Thread(target=run, daemon=True, name="endpoint").start()
 
-    def _looked(self, lane: Lane, error: BaseException | None) -> None:
+    def _looked(self, request: _Request) -> None:
+        lane, error = request.lane, request.error
         lane.looking = False
         if error is None:
             lane.fault = None
@@ -143,12 +161,20 @@ class Dealing:
                 note(f"warning: {error}; it gets no more work")
                 lane.look_at = float("inf")
 
-    def _failed(self, lane: Lane, job: tuple[int, Any], error: BaseException) -> None:
+    def _succeeded(self, request: _Request) -> bool:
+        lane, number, error = request.lane, request.number, request.error
+        assert number is not None
+        lane.busy -= 1
+        if error is None:
+            lane.longest = max(lane.longest, time.monotonic() - request.started)
+            return number in self.jobs
         if not isinstance(error, UserError):
             raise error
-        lane.out(error, len(self.lanes) > 1)
-        self.fault = error
-        self.failures[job[0]] += 1
-        self.again.append(job)
-        if self.failures[job[0]] >= _MOST_FAILURES:
-            raise error
+        if number in self.jobs:
+            lane.out(error, len(self.lanes) > 1)
+            self.fault = error
+            self.failures[number] += 1
+            self.again.append(number)
+            if self.failures[number] >= _MOST_FAILURES:
+                raise error
+        return False
