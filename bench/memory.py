@@ -42,6 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from data.batches.collate import Batch
 from data.signals.signal import DenseSignal
 from distill.config.sections import LoraConfig, LossConfig, OptimConfig, StudentConfig
+from distill.loss import chunk_heads
 from distill.loss.definitions import Objective
 from distill.models.heads import SplitModel
 from distill.models.load import EMBEDDED, load_model
@@ -133,8 +134,9 @@ def shaped(name: str) -> PreTrainedModel:
 
 def step_bytes(target: Any, draft: Any, sequences: int, tokens: int, objective: str = "lk_hybrid") -> tuple[int, int]:
     """(bytes of both models' weights, bytes alive at the highest point of a step); target and draft: their configs."""
-    # It compares numbers, which these tensors do not have.
-    with mock.patch.object(SplitModel, "_check"), FakeTensorMode(), Alive() as alive:
+    # The check compares numbers, which these tensors do not have. The loss would take their class for that of packed weights.
+    plain = mock.patch.object(chunk_heads, "_is_linear", return_value=True)
+    with mock.patch.object(SplitModel, "_check"), plain, FakeTensorMode(), Alive() as alive:
         teacher, student = model_of(target, torch.bfloat16), model_of(draft, torch.float32)
         weights = alive.now
         module = DraftModule(student, Objective({objective: 1.0}, chunk_tokens=LossConfig().chunk_tokens))

