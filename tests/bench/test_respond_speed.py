@@ -14,8 +14,7 @@ from distill.config.load import load_config
 from speculative.errors import UserError
 
 program = bench("respond_speed")
-STUB = """#!{python}
-import json, pathlib, sys
+STUB = """import json, pathlib, sys
 asked, out, options = sys.argv[-3:]
 if options == "broken":
     sys.exit(3)
@@ -23,13 +22,15 @@ asked = json.loads(pathlib.Path(asked).read_text())
 pathlib.Path(out + ".ready").touch()
 assert sys.stdin.readline() == "begin\\n"
 lengths = [len(prompt) for prompt in asked["prompts"]]
-pathlib.Path(out).write_text(json.dumps({{"tokens": sum(lengths), "seconds": float(len(lengths))}}))
+pathlib.Path(out).write_text(json.dumps({"tokens": sum(lengths), "seconds": float(len(lengths))}))
 """
 
 
 @pytest.fixture
 def stub(tmp_path: Path) -> str:
-    (tmp_path / "python").write_text(STUB.format(python=sys.executable))
+    (tmp_path / "stub.py").write_text(STUB)
+    # A shell starts it: a line "#!" cannot name an interpreter whose path has a blank.
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path}/stub.py' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
     return str(tmp_path / "python")
 
