@@ -152,10 +152,11 @@ def lazy_command(options: type, place: str) -> Callable[..., None]:
     """Like `command_of`, for ``module:name``, imported when it runs; its parameter `console` gets a rich Console."""
 
     def program() -> Callable[[Any], Any]:
-        gc.disable()  # What is imported stays; looking for garbage in it takes a fifth of the start.
+        gc.disable()  # What is imported stays; looking for garbage in it, now or later, takes a third of a short command.
         try:
             function = pkgutil.resolve_name(place)
         finally:
+            gc.freeze()
             gc.enable()
         if "console" not in inspect.signature(function).parameters:
             return function

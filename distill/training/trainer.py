@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -157,8 +158,8 @@ class Trainer:
         spent = timedelta(seconds=round(left * step + due * judgement))
         self.run.say(
             f"after {FORECAST} steps: {spent} left, for {left:,} steps of {step:.2g} s and {due} judgements of "
-            f"{timedelta(seconds=round(judgement))}; "
-            "then the verdict"
+            f"{timedelta(seconds=round(judgement))}, then the verdict; "
+            f"peak memory with activations: {decimal(peak_bytes(self.accelerator.device))}"
         )
 
     def _held(self, folder: Path | None) -> Iterator[Checkpoint]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -171,9 +172,11 @@ def test_a_run_says_its_plan_and_its_time_and_ends_with_the_screen_of_show(
     assert float(promised[2]) == pytest.approx(shards / 1e3, rel=0.3), "files of a few rows have more than rows in them"
 
     forecast = re.search(
-        r"after 20 steps: 0:00:\d\d left, for 3 steps of [\d.e-]+ s and 1 judgements of 0:00:\d\d", out
+        r"after 20 steps: 0:00:\d\d left, for 3 steps of [\d.e-]+ s and 1 judgements of 0:00:\d\d, then the verdict; peak memory with activations: ([\d.]+) GB",
+        out,
     )
     assert forecast is not None
+    assert 0.2 < float(forecast[1]) <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     assert list_steps(run) == [0, 20, 23]
     assert step_folder(run, 23).exists()
     for phase in ("distil", "judge", "verdict", "report"):
