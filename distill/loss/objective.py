@@ -22,7 +22,7 @@ from distill.loss.definitions import Objective
 from distill.loss.rows import Rows, part_of, rows_of
 
 # Bytes of a chunk's logits. On a CPU the head's weights are read once per chunk, so a chunk has at least CPU_ROWS rows.
-CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 256, 256 << 20
+CPU_CHUNK, CPU_ROWS, GPU_CHUNK = 8 << 20, 512, 256 << 20
 # Bytes of a block of dense rows. About five such tensors share a core's cache; on a GPU they only limit temporary memory. Rows with a
 # stored signal need less, so their blocks have four times the rows.
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 64 << 20

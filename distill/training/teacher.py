@@ -17,7 +17,7 @@ from distill.models.heads import SplitModel
 from speculative.errors import UserError
 
 Head = Callable[[Tensor], Tensor]
-CHUNK_BYTES = 64 << 20  # size of one float32 (C, V) tensor; about six of them exist at once
+CHUNK_BYTES = 64 << 20  # size of one float32 (C, V) tensor; about five of them exist at once
 FIRST_ROWS = 16  # rows of the first chunk, which shows the vocabulary size
 
 
@@ -50,7 +50,7 @@ def topk_signal(
         if k > logits_CV.shape[-1]:
             raise ValueError(f"k = {k} of a vocabulary of {logits_CV.shape[-1]}")
         top_CK, ids_CK = logits_CV.topk(k, dim=-1)
-        rest_C = logits_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(-1)
+        rest_C = logits_CV.scatter_(-1, ids_CK, -torch.inf).logsumexp(-1)
         total_C = torch.logaddexp(top_CK.logsumexp(-1), rest_C)
         parts.append(TopKSignal(ids_CK, top_CK - total_C.unsqueeze(-1), rest_C - total_C))
         start, rows = start + rows, chunk or max(1, CHUNK_BYTES // (4 * logits_CV.shape[-1]))
