@@ -230,7 +230,7 @@ def main(
     config: Annotated[str, typer.Option(help="config of the run")] = "configs/smollm2.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value")] = None,
     until: Annotated[str, typer.Option(help="last stage")] = "readback",
-    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 2000,
+    count: Annotated[int, typer.Option("--prompts", help="user turns to write", min=1)] = 1200,
     port: Annotated[int, typer.Option(help="port for llama.cpp", min=1024, max=65535)] = 8000,
     llama_cpp: Annotated[Path, typer.Option(help="folder in which `make engines` built llama.cpp")] = BUILT
     / ENVIRONMENT,
