@@ -26,6 +26,7 @@ EVENTS = [
     for delta in DELTAS
 ] + [{"model": "served-0731", "choices": [], "usage": {"completion_tokens": 3}}]
 STREAM = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
+COMPLETION = {"index": 0, "text": " four", "finish_reason": "stop"}
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "one row": [{"id": "a", "request": ASKED, "response": TOLD}],
     "without an id": [{"request": ASKED, "response": TOLD}],
@@ -33,6 +34,13 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "a stream's text": [{"request": ASKED | {"stream": True}, "response": STREAM}],
     "two rows": [{"id": "a", "request": ASKED}, {"id": "a", "response": TOLD}],
     "two rows, the later first": [{"id": "a", "response": TOLD}, {"id": "a", "request": ASKED}],
+    "two rows, the response twice": [
+        *({"id": "a", "request": ASKED}, {"id": "a", "response": TOLD}, {"id": "a", "response": TOLD})
+    ],
+    "two rows, all twice": [*({"id": "a", "response": TOLD},) * 2, {"id": "a", "request": ASKED}],
+    "a stream's text with a comment and a separator in it": [
+        {"request": ASKED, "response": ": ping\n\n" + STREAM.replace("[DONE]", '{"choices": [], "note": "\u2028"}')}
+    ],
     "JSON text": [{"request": json.dumps(ASKED), "response": json.dumps(TOLD)}],
     "a batch in one file": [
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": ASKED},
@@ -64,9 +72,9 @@ def test_every_shape_of_a_chat_is_read_alike(tmp_path: Path, shape: str) -> None
     require_the_exchange(load_source(written(tmp_path / "log.jsonl", SHAPES[shape])))
 
 
-def test_requests_and_results_of_a_batch_are_two_files(tmp_path: Path) -> None:
-    batch = SHAPES["a batch in one file"]
-    for order in (batch, batch[::-1]):
+@pytest.mark.parametrize("shape", ["a batch in one file", "two rows"])
+def test_requests_and_responses_are_two_files(tmp_path: Path, shape: str) -> None:
+    for order in (SHAPES[shape], SHAPES[shape][::-1]):
         for number, row in enumerate(order):
             written(tmp_path / f"{number}.jsonl", [row])
         require_the_exchange(load_source(PromptSource(path=str(tmp_path / "*.jsonl"))))
@@ -95,10 +103,62 @@ def test_completions_and_their_token_ids(tmp_path: Path, streamed: bool) -> None
     assert row.prompt_ids == (5, 6, 7)
 
 
-def test_a_stop_string_does_not_end_the_targets_text(tmp_path: Path) -> None:
-    told = {"choices": [TOLD["choices"][0] | {"stop_reason": "\n\n"}]}
-    _, answer = only(load_source(written(tmp_path / "log.jsonl", [{"request": ASKED, "response": told}])))
-    assert not answer.finished
+@pytest.mark.parametrize(
+    ("asked", "told", "finished"),
+    [
+        ({}, {"stop_reason": "\n\n"}, False),
+        ({}, {"matched_stop": "\n\n"}, False),
+        ({"stop": ["\n\n"]}, {}, False),  # nothing says what ended it
+        ({"stop": ["\n\n"]}, {"stop_reason": None}, True),
+        ({"stop": ["\n\n"]}, {"matched_stop": 2}, True),  # its end token
+        ({"stop": []}, {}, True),
+    ],
+)
+def test_a_stop_string_does_not_end_the_targets_text(tmp_path: Path, asked: Any, told: Any, finished: bool) -> None:
+    row = {"request": ASKED | asked, "response": {"choices": [TOLD["choices"][0] | told]}}
+    _, answer = only(load_source(written(tmp_path / "log.jsonl", [row])))
+    assert answer.finished == finished
+
+
+@pytest.mark.parametrize(
+    ("setting", "shaped"),
+    [
+        ({"presence_penalty": 1}, ["presence_penalty"]),
+        ({"frequency_penalty": 1.0, "min_tokens": 1}, ["frequency_penalty", "min_tokens"]),
+        ({"repetition_penalty": 1.0, "presence_penalty": 0.0, "best_of": 1, "ignore_eos": False}, []),
+        ({"repetition_penalty": 1.1, "ignore_eos": True}, ["repetition_penalty", "ignore_eos"]),
+        ({"response_format": {"type": "text"}, "logit_bias": {}, "guided_json": None}, []),
+        ({"response_format": {"type": "json_object"}}, ["response_format"]),
+    ],
+)
+def test_each_setting_has_a_value_that_changes_nothing(tmp_path: Path, setting: Any, shaped: list[str]) -> None:
+    _, answer = only(load_source(written(tmp_path / "log.jsonl", [{"request": ASKED | setting, "response": TOLD}])))
+    assert answer.shaped == shaped
+
+
+def test_two_exchanges_with_one_key_are_not_mixed(tmp_path: Path) -> None:
+    other = ASKED | {"messages": [{"role": "user", "content": "Three and three?"}]}
+    days = [{"id": "1", "request": ASKED}, {"id": "1", "request": other}, {"id": "1", "response": TOLD}]
+    source = written(tmp_path / "log.jsonl", days)
+    assert refused(load_source, source).startswith(f"{tmp_path}/log.jsonl:2: another row has its key '1'")
+    bad_rows: list[UserError] = []
+    require_the_exchange(load_source(source, bad_rows=bad_rows))
+    assert len(bad_rows) == 1
+    twice = [days[2], {"id": "1", "response": TOLD | {"model": "other"}}, days[0]]
+    assert "key '1'" in refused(load_source, written(tmp_path / "twice.jsonl", twice))
+    # One after the other they are told apart.
+    both = load_source(written(tmp_path / "days.jsonl", [days[0], days[2], days[1], {"id": "1", "response": TOLD}]))
+    assert len(both) == 2
+
+
+def test_a_completion_beside_chats_in_a_table_is_read(tmp_path: Path) -> None:
+    rows = [{"request": ASKED | {"prompt": None}, "response": TOLD}]
+    rows.append({"request": {"messages": None, "prompt": "two and two make"}, "response": {"choices": [COMPLETION]}})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "log.parquet")
+    assert [row.text for row in load_source(PromptSource(path=str(tmp_path / "log.parquet")))] == [
+        None,
+        "two and two make",
+    ]
 
 
 def test_a_request_without_response_stays_a_prompt(tmp_path: Path) -> None:
@@ -111,6 +171,7 @@ BROKEN = {
     "no row has the request of the response 'b'; add the file": {"id": "b", "response": TOLD},
     "a row of a log has request and response, or one and a key": {"id": "b"},
     "request or response is not JSON": {"request": "{", "response": TOLD},
+    "can't encode": {"request": json.dumps(ASKED | {"user": "\ud83d"}), "response": TOLD},
     "the response is an error (status 429)": {"request": ASKED, "response": {"status_code": 429, "body": {}}},
     "the response is an error (status 200)": {"request": ASKED, "response": {"error": {"message": "busy"}}},
     "the response is not whole (finish_reason None)": {"request": ASKED, "response": EVENTS[:2]},
