@@ -64,16 +64,16 @@ def read_results(path: Path, wanted: Sequence[WantedAnswers], vocab_rows: int, p
 
     Raises UserError: a row of another config, no usable row at all, a file that cannot be read, disk full; see also `Prove`.
     """
-    left_out, before = LeftOut(list), sum(len(want.lacking) for want in wanted)
+    left_out, usable = LeftOut(list), 0
     try:
         with path.open("rb") as file:
             numbered = enumerate(each(file, "batch results"), start=1)
             while some := [(f"{path}:{number}", line) for number, line in islice(numbered, HELD_ROWS)]:
-                _take(some, wanted, vocab_rows, left_out, prove)
+                usable += _take(some, wanted, vocab_rows, left_out, prove)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if left_out and sum(len(want.lacking) for want in wanted) == before:
-        raise UserError(f"{path}: no row has an answer that this run lacks: {in_words(left_out)}")
+    if left_out and not usable:
+        raise UserError(f"{path}: no row has an answer of this run: {in_words(left_out)}")
     return left_out
 
 
@@ -88,14 +88,15 @@ def _take(
     vocab_rows: int,
     left_out: LeftOut,
     prove: Prove,
-) -> None:
-    """Store the answers of some lines, each with its place in the file."""
+) -> int:
+    """Store the answers of some lines, each with its place in the file. Return how many there are, stored before or now."""
+    before = 0
     taken: dict[str, dict[int, Row]] = {want.digest: {} for want in wanted}
     by_digest = {want.digest: want for want in wanted}
     for origin, line in lines:
         try:
             result = dict(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             left_out["rows are cut off or not JSON"].append(origin)
             continue
         digest, _, key = (custom_id := str(result.get("custom_id"))).partition(":")
@@ -105,7 +106,9 @@ def _take(
                 "write the requests again with --batch-requests"
             )
         if custom_id not in want.lacking:
-            if key not in want.keys:
+            if key in want.keys:
+                before += 1
+            else:
                 left_out["rows are of prompts that this run does not have"].append(origin)
             continue
         place = want.lacking[custom_id][1]
@@ -127,6 +130,7 @@ def _take(
                 del want.lacking[custom_id]
         for shard, answers in shards.items():
             want.store.write_shard(shard, answers)
+    return before + sum(map(len, taken.values()))
 
 
 def _row(result: Mapping[str, Any], want: WantedAnswers, place: int, vocab_rows: int, origin: str) -> Row:

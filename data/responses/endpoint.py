@@ -5,9 +5,11 @@ response, and `prompt_logprobs` the most probable tokens at every place of a tex
 no `prompt_logprobs`. Legend: R response tokens, K entries of a row.
 """
 
+import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from speculative.errors import UserError
 from speculative.progress import note
 from speculative.rules.sampling import SamplingSettings
 
+ROUNDING = 1e-3  # of a log-probability of 0
 _RETRY_SECONDS = 60.0  # The longest time that openai waits before a retry.
 PROBE_TEXT = 'def f(x):\n    return "na\u00efve \u6771\u4eac" + str(12345)  # ok'
 
@@ -127,9 +130,13 @@ class EndpointTarget:
         neutral = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         as_ids = {} if isinstance(text, str) else {"return_tokens_as_token_ids": True}
         choice = self._complete(text, max_tokens=1, logprobs=TOP, **neutral, **as_ids)
-        listed = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
-        # vLLM also lists the sampled token, however improbable it is; what is not listed would count as still less probable.
-        return dict(sorted(listed.items(), key=lambda pair: -pair[1])[:TOP])
+
+        def listed() -> dict[str, float]:
+            pairs = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0].items()
+            # vLLM also lists the sampled token, however improbable it is; what is not listed would count as still less probable.
+            return dict(sorted(pairs, key=lambda pair: -pair[1])[:TOP])
+
+        return dict(self._ask(listed))
 
     def compare_chat(self) -> None:
         """Warn if the server makes other tokens of a chat than the tokenizer's chat template, where it has a chat API that says so."""
@@ -188,8 +195,7 @@ class EndpointTarget:
             choice = self._complete(
                 list(prompt.prompt_ids), max_tokens=8, temperature=1.0, top_k=1, logprobs=1, return_token_ids=True
             )
-            values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            if any(float(value) < -1e-3 for value in values):
+            if any(value < -ROUNDING for value in self._ask(functools.partial(_log_probs_of, choice))):
                 raise WrongServer(
                     f"{self.endpoint.url}: returns probabilities before temperature, top-k and top-p; start the server with "
                     "--logprobs-mode processed_logprobs, or set serving.temperature: 1 without top_k, top_p and min_p"
@@ -281,14 +287,27 @@ def response_of(
     origin: str,
     label: str = EndpointTarget.label,
 ) -> Response:
-    """The response in a choice of an answer. UserError, which begins with ``origin``: it cannot be read as tokens of this vocabulary."""
-    finished = choice.get("finish_reason") == "stop"
-    ids = with_end(_ids_of(choice, origin), choice, settings.eos_ids, vocab_rows, origin, label)
-    answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finished else "length")
+    """The response in a choice of an answer. UserError, which begins with ``origin``: it is not whole, or cannot be read as tokens of this
+    vocabulary with their log-probabilities.
+    """
+    try:
+        finish = choice.get("finish_reason")
+        ids = with_end(_ids_of(choice, origin), choice, settings.eos_ids, vocab_rows, origin, label)
+        log_probs = _log_probs_of(choice)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"{origin}: not a completion ({error})") from error
+    if finish not in ("stop", "length") or not 0 < len(ids) <= settings.max_tokens:
+        raise UserError(
+            f"{origin}: not a whole answer: {len(ids)} tokens of at most {settings.max_tokens}, finish_reason {finish!r}"
+        )
+    answer = Response(key, list(prompt_ids), response_ids=ids, finish_reason="end" if finish == "stop" else "length")
     if settings.sampling.greedy:
         answer.log_target_probs = [0.0] * len(ids)
         return answer
-    log_probs = [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
+    if not all(-math.inf < value <= ROUNDING for value in log_probs):
+        raise UserError(
+            f"{origin}: log-probabilities that are none: {[one for one in log_probs if not one <= 0.0][:4]}"
+        )
     if len(log_probs) != len(ids):
         raise UserError(
             f"{origin}: {len(log_probs)} log-probabilities for {len(ids)} response tokens; the server must return one for each, "
@@ -322,6 +341,10 @@ def _ids_of(choice: Choice, origin: str) -> list[int]:
     if (names or not choice.get("text")) and all(str(name).startswith("token_id:") for name in names):
         return [int(str(name).removeprefix("token_id:")) for name in names]
     raise UserError(f"{origin}: returns no token ids; use a server with return_token_ids ({SERVER})")
+
+
+def _log_probs_of(choice: Choice) -> list[float]:
+    return [float(value) for value in (choice.get("logprobs") or {}).get("token_logprobs") or []]
 
 
 def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:

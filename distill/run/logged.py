@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from data.responses.batch_file import LeftOut, in_words
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.store import Row, Store
 from distill.config.layout import LOGGED
+from distill.config.sections import DataConfig
 from distill.models.target import Target
 from distill.run.run import Run
 from speculative.decoder.responses import DecodeSettings
@@ -40,18 +41,24 @@ class LoggedAnswers:
         self.turn_end = turn_end(tokenizer, run.config.data.template)
         self.left_out = LeftOut(list)
 
-    def take(self, training: Store, prompts: Sequence[RenderedPrompt], fresh: Sequence[HeldoutResponse]) -> None:
+    def take(
+        self, training: Store, prompts: Sequence[RenderedPrompt], fresh: Callable[[], Sequence[HeldoutResponse]]
+    ) -> None:
         """Put the answers that can be the target's own into the opened training store. All ranks must call it.
 
-        ``fresh``: new responses of the target, to compare with.
+        ``fresh``: makes new responses of the target, to compare with.
 
         Raises UserError: no answer is left; a model of the logs is certainly not the target; an answer states no temperature.
         """
         run, path, chosen = self.run, training.folder.with_name(LOGGED), self._chosen(prompts)
-        digest = hashlib.sha256(" ".join(prompts[number].prompt_id for number in chosen).encode()).hexdigest()[:16]
-        if run.seen(lambda: path.exists() and json.loads(path.read_text(encoding="utf-8"))["prompts"] == digest):
+        size = run.config.serving.shard_size
+        texts = [str(size), *(f"{prompts[number].prompt_id} {prompts[number].logged}" for number in chosen)]
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+        if run.seen(lambda: path.exists() and json.loads(path.read_text(encoding="utf-8")).get("log") == digest):
             return
-        store, size = Store(path.with_suffix("")), run.config.serving.shard_size
+        compared = fresh()
+        # What a start with another log or share left does not count.
+        store = Store(path.with_name(f"{path.stem}-{digest}"))
         run.seen(lambda: store.open(training.manifest()))
         groups = list(enumerate(chosen[start : start + size] for start in range(0, len(chosen), size)))
         with self.target.loaded() as model:
@@ -70,7 +77,7 @@ class LoggedAnswers:
             raise UserError(f"{rows[0]}: no logged answer can be taken; this one is {reason}")
         medians = (
             float(np.median([answer["log_prob"] for answer in taken])),
-            float(np.median([np.mean(response.log_target_probs or [0.0]) for response in fresh])),
+            float(np.median([np.mean(response.log_target_probs or [0.0]) for response in compared])),
         )
         run.say(
             f"{len(taken):,} logged answers are taken; median log-probability of a token {medians[0]:.3f}, of fresh answers "
@@ -81,9 +88,10 @@ class LoggedAnswers:
             training.adopt(store)
             counts = {reason: len(rows) for reason, rows in self.left_out.items()}
             firsts = {reason: rows[0] for reason, rows in self.left_out.items()}
-            facts = {"prompts": digest, "taken": len(taken), "left_out": counts, "first": firsts}
-            write_json(path, facts | {"median_log_probs": medians})
-            shutil.rmtree(store.folder)
+            facts = {"log": digest, "share": run.config.data.logged_share, "taken": len(taken)}
+            write_json(path, facts | {"left_out": counts, "first": firsts, "median_log_probs": medians})
+            for folder in path.parent.glob(f"{path.stem}-*"):
+                shutil.rmtree(folder)
 
         run.once(path, adopt)
 
@@ -158,6 +166,17 @@ class LoggedAnswers:
                     f"{wrong:,} of {len(answers):,} by themselves, and the log-probability of a token of the others is {off:+.2f} nats "
                     "from the expected one; remove the rows of that model, or set data.responses: fresh"
                 )
+
+
+def refuse_other_share(training: Store, data: DataConfig) -> None:
+    """Raise UserError if the store has more answers of logs, or fewer, than this config asks for."""
+    path, share = training.folder.with_name(LOGGED), data.logged_share if data.responses == "logged" else 0.0
+    if path.exists() and (record := json.loads(path.read_text(encoding="utf-8"))).get("share", share) != share:
+        now = f"data.logged_share is {share:g}" if share else f"data.responses is {data.responses}"
+        raise UserError(
+            f"{path}: {record['taken']:,} responses were taken from logs at data.logged_share {record['share']:g}, and now {now}; "
+            f"give the run another name, or delete that file and {training.folder} to make the responses again"
+        )
 
 
 def logged_answers(prompts: Sequence[RenderedPrompt], share: float) -> dict[int, str]:

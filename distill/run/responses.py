@@ -21,7 +21,7 @@ from distill.config.sections import ServingConfig
 from distill.models.load import tokenizer_fingerprint
 from distill.models.student import run_context
 from distill.models.target import Target, TargetFacts, target_notes
-from distill.run.logged import LoggedAnswers
+from distill.run.logged import LoggedAnswers, refuse_other_share
 from distill.run.prompts import PromptSets, load_prompts
 from distill.run.provenance import describe_run
 from distill.run.run import Run
@@ -102,17 +102,17 @@ class RunData:
     def training(self) -> StoredRows:
         """The target's responses to train on."""
         prompts, samples = self.prompts.train, self.run.config.serving.samples_per_prompt
-        if self.run.config.data.responses == "logged":
-            with self.run.progress.timed("respond"):
-                self._take_logged(prompts)
         with self.run.progress.timed("respond"):
+            self._take_logged(prompts)
             return self._make(TRAINING, prompts, self.settings, samples)
 
     def _take_logged(self, prompts: Sequence[RenderedPrompt]) -> None:
-        store, manifest = Store(self.folder / TRAINING), self.manifest(self.settings)
-        fresh = self.heldout_of(self.prompts.heldout, self.run.config.serving_rule)
-        self.run.seen(lambda: store.open(manifest))
-        LoggedAnswers(self.run, self.target, self.tokenizer, self.settings).take(store, prompts, fresh)
+        store, manifest, config = Store(self.folder / TRAINING), self.manifest(self.settings), self.run.config
+        self.run.seen(lambda: refuse_other_share(store, config.data))
+        if config.data.responses == "logged":
+            self.run.seen(lambda: store.open(manifest))
+            fresh = functools.partial(self.heldout_of, self.prompts.heldout, config.serving_rule)
+            LoggedAnswers(self.run, self.target, self.tokenizer, self.settings).take(store, prompts, fresh)
 
     @functools.cached_property
     def heldout(self) -> dict[Rule, list[HeldoutResponse]]:
@@ -170,10 +170,9 @@ class RunData:
         """
         prompts, samples = self.prompts, self.run.config.serving.samples_per_prompt
         wanted = [self._lacking(*self._heldout_set(rule), prompts.heldout, 1) for rule in self.heldout_rules]
-        if self.run.config.data.responses == "logged":
-            if any(one.lacking for one in wanted):
-                return wanted
-            self._take_logged(prompts.train)
+        if self.run.config.data.responses == "logged" and any(one.lacking for one in wanted):
+            return wanted
+        self._take_logged(prompts.train)
         return [*wanted, self._lacking(TRAINING, self.settings, prompts.train, samples)]
 
     def _lacking(

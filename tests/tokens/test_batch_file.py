@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,8 @@ def test_half_a_file_is_kept_and_only_what_lacks_is_asked_again(tmp_path: Path) 
     assert kept <= {path.name for path in (tmp_path / "store").glob("shard-*")}
     rows, left_out = taken(tmp_path, results)
     assert (rows, in_words(left_out)) == (whole, "none"), "what is there is not read again"
+    left_out = read_results(path, wanted(tmp_path / "store"), TOKENS, lambda rows, settings: None)
+    assert len(left_out) == 1, "the file that was read before is no mistake"
 
 
 def test_results_of_another_config_are_refused_by_row(tmp_path: Path) -> None:
@@ -120,6 +124,14 @@ def spoilt(results: list[Result], what: str) -> list[Result]:
         choice["logprobs"]["token_logprobs"].pop()
     elif what == "null":
         choice["logprobs"]["token_logprobs"][0] = None
+    elif what == "not a number":
+        choice["logprobs"]["token_logprobs"][0] = math.nan
+    elif what == "cut":
+        choice |= {"finish_reason": "abort"}
+    elif what == "empty":
+        choice |= {"finish_reason": "length", "token_ids": [], "logprobs": {"token_logprobs": []}}
+    elif what == "deep":
+        row["response"] = json.loads("[" * 900 + "]" * 900)
     elif what == "prompt":
         choice["prompt_token_ids"] = [5, 6]
     elif what == "service":
@@ -137,6 +149,10 @@ def spoilt(results: list[Result], what: str) -> list[Result]:
         ("vocabulary", f":2: token {TOKENS}, but the vocabulary of target.path has {TOKENS} rows"),
         ("log-probabilities", ":2: 5 log-probabilities for 6 response tokens"),
         ("null", ":2: not a completion"),
+        ("not a number", ":2: log-probabilities that are none: [nan]"),
+        ("cut", ":2: not a whole answer: 6 tokens of at most 6, finish_reason 'abort'"),
+        ("empty", ":2: not a whole answer: 0 tokens of at most 6, finish_reason 'length'"),
+        ("deep", ":2: not a completion"),
         ("prompt", ":2: not the answer to this prompt's tokens (prompt_token_ids: [5, 6])"),
         ("service", ":2: status None, not done within 24 h"),
         ("status", ":2: status 500, out of memory"),
@@ -155,7 +171,7 @@ def test_a_chat_answer_must_list_the_prompt(tmp_path: Path) -> None:
     for result in results:
         del result["response"]["body"]["prompt_token_ids"]
     text = refused(taken, tmp_path, results)
-    assert "no row has an answer that this run lacks: 10 rows have an error or no usable answer" in text
+    assert "no row has an answer of this run: 10 rows have an error or no usable answer" in text
     assert "not the answer to this prompt's tokens (prompt_token_ids: None)" in text
 
 

@@ -196,8 +196,8 @@ def test_prompts_without_a_log_are_one_line(folder: Path, fresh: list[Row]) -> N
     assert message == "data.responses: logged: no source of data.train is a log with answers (docs/logs.md)"
 
 
-def test_a_killed_start_takes_the_same_answers(folder: Path, fresh: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_of(folder / "own.jsonl", fresh)
+def kill_at_third(monkeypatch: pytest.MonkeyPatch, *given: Any, **data: Any) -> None:
+    """Begin a run and end it where the third group of answers is scored."""
     score, calls = taking.LoggedAnswers._score, []
 
     def dying(*given: Any) -> Any:
@@ -209,13 +209,46 @@ def test_a_killed_start_takes_the_same_answers(folder: Path, fresh: list[Row], m
     with monkeypatch.context() as patched:
         patched.setattr(taking.LoggedAnswers, "_score", dying)
         with pytest.raises(KeyboardInterrupt):
-            rows_of(folder, "killed", folder / "target", log, responses="logged")
-    calls.clear()
+            rows_of(*given, responses="logged", **data)
+
+
+def test_a_killed_start_takes_the_same_answers(folder: Path, fresh: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(folder / "own.jsonl", fresh)
+    kill_at_third(monkeypatch, folder, "killed", folder / "target", log)
+    score, calls = taking.LoggedAnswers._score, []
     monkeypatch.setattr(taking.LoggedAnswers, "_score", lambda *given: (calls.append(given), score(*given))[1])
     rows = rows_of(folder, "killed", folder / "target", log, responses="logged")
     assert len(calls) == 2, "of four groups two were finished"
     own = rows_of(folder, "whole", folder / "target", log, responses="logged")
     assert texts(rows) == texts(own)
+
+
+def test_what_a_start_with_another_log_or_share_left_does_not_count(
+    folder: Path, fresh: list[Row], others: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_of(folder / "mended.jsonl", others)
+    refused(rows_of, folder, "mended", folder / "target", log, responses="logged")
+    log_of(log, fresh)  # the same prompts
+    rows = rows_of(folder, "mended", folder / "target", log, responses="logged")
+    assert record_of(folder, "mended")["taken"] == len(rows)
+
+    kill_at_third(monkeypatch, folder, "lower", folder / "target", log)
+    few = rows_of(folder, "lower", folder / "target", log, responses="logged", logged_share=0.3)
+    answers, taken = texts(fresh), record_of(folder, "lower")["taken"]
+    same = sum(answers[tuple(row.prompt_ids)] == row.response_ids for row in few)
+    assert taken <= same < 16, (
+        "two groups of eight were scored before; what is answered again may be the same by chance"
+    )
+    assert sorted(path.name for path in (folder / "lower" / RESPONSES).glob("logged*")) == [LOGGED]
+
+
+@pytest.mark.parametrize("change", [{"responses": "fresh"}, {"responses": "logged", "logged_share": 0.3}])
+def test_a_run_with_answers_of_logs_keeps_its_share(folder: Path, fresh: list[Row], change: dict[str, Any]) -> None:
+    log = log_of(folder / "own.jsonl", fresh)
+    rows = rows_of(folder, "kept", folder / "target", log, responses="logged")
+    message = refused(rows_of, folder, "kept", folder / "target", log, **change)
+    assert message.startswith(f"{folder / 'kept' / RESPONSES / LOGGED}: {len(rows)} responses were taken from logs")
+    assert "give the run another name, or delete that file and" in message
 
 
 def test_a_server_has_no_weights_to_check_with(folder: Path) -> None:
