@@ -95,6 +95,10 @@ def _replicas(options: RespondOptions, config: RunConfig) -> Replicas | None:
             "--engine, --batch-requests, --batch-results: one process does this, with the weights of target.path; leave "
             f"{'--num-processes' if ranks else 'target.endpoint'} out"
         )
+    if options.batch and options.engine:
+        raise UserError("--engine, --batch-requests, --batch-results: an engine answers, or a batch service; give one")
+    if options.batch_chat and not options.batch_requests:
+        raise UserError("--batch-chat: it is the form of the requests; give their file with --batch-requests")
     if not options.engine and (options.replicas or words):
         raise UserError(f"{'--replicas' if options.replicas else words[0]}: name the engine with --engine")
     return Replicas(options.engine, options.replicas, words) if options.engine else None

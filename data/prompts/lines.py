@@ -28,8 +28,11 @@ def bare_name(path: Path) -> str:
 
 def refuse_packed(path: Path) -> None:
     """Raise UserError for an archive, an unknown compression, and a compressed file whose name does not say so."""
-    with path.open("rb") as file:
-        head = file.read(8)
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     kind = next((kind for first, kind in _NOT_READ.items() if head.startswith(first)), "")
     if kind or ".tar" in path.suffixes:
         raise UserError(

@@ -7,6 +7,7 @@ import csv
 import glob
 import heapq
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -119,7 +120,7 @@ def source_state(source: PromptSource) -> list[Any]:
 
 def _files(path: str) -> list[Path]:
     """Files of a local path: the file itself, all files below a folder, or the matches of a pattern."""
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))  # unchanged for a user that does not exist
     if local.exists():
         found = [local, *local.rglob("*")]
     else:
@@ -143,7 +144,7 @@ def _stdlib_rows(source: PromptSource) -> list[PromptRow]:
 def _open(source: PromptSource) -> tuple[Iterator[_Table], str]:
     """The tables of a source, read lazily, and their default domain."""
     path, split = source.path, source.split
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))  # unchanged for a user that does not exist
     if source.streaming and (local.exists() or glob.has_magic(path)):
         raise UserError(f"{path}: streaming is for hub datasets; local files are read row by row anyway; remove it")
     if local.is_dir():

@@ -2,32 +2,33 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 
 from data.files import writing
 from data.prompts.template import loss_mask
-from data.responses.store import Row
+from data.responses.respond import ResponsePlan
+from data.responses.store import Row, Store
 
-_START = "unwritten-"
+_FILES = "unwritten-{}.jsonl"
 
 
 class Journal:
-    """The file of a rank inside a `with`, and those that ranks of earlier starts left."""
+    """The file of a rank, inside a `with`; deleted where that ends without an error."""
 
-    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
-        """Nothing is read or written yet."""
-        self.folder, self.rank, self.ranks = folder, rank, ranks
-        self.path = folder / f"{_START}{rank}.jsonl"
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Nothing is written yet."""
+        self.path = folder / _FILES.format(rank)
 
     def __enter__(self) -> "Journal":
         with writing(self.path):
             self._file = self.path.open("ab")
-            self._file.write(b"\n")  # After a line that a kill broke off.
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self._file.close()
+        if error is None:
+            self.path.unlink()
 
     def add(self, row: Row) -> None:
         """Keep a response; UserError if the disk is full."""
@@ -37,17 +38,24 @@ class Journal:
             self._file.write(json.dumps(facts).encode() + b"\n")
             self._file.flush()
 
-    def rows(self) -> Iterator[Row]:
-        """All kept responses, of any rank."""
-        for path in sorted(self.folder.glob(f"{_START}*.jsonl")):
-            for line in path.read_bytes().splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # A line that a kill broke off.
-                    prompt_id, sample, domain, ids, start, log_probs, finished = json.loads(line)
-                    yield Row(prompt_id, sample, domain, ids, loss_mask(start, len(ids)), log_probs, finished)
 
-    def delete(self) -> None:
-        """Delete this rank's file, which shards replace; the first rank also deletes those of starts with more ranks."""
-        for path in self.folder.glob(f"{_START}*.jsonl"):
-            number = int(path.stem.removeprefix(_START))
-            if number == self.rank or (self.rank == 0 and number >= self.ranks):
-                path.unlink(missing_ok=True)
+def settle(store: Store, plan: ResponsePlan) -> None:
+    """Write what the journals of killed starts kept into shards of an opened store, and delete them.
+
+    One process calls it, before any rank begins. Raises UserError: disk full.
+    """
+    files, kept = sorted(store.folder.glob(_FILES.format("*"))), dict[str, Row]()
+    for path in files:
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # A line that a kill broke off.
+                prompt_id, sample, domain, ids, start, log_probs, finished = json.loads(line)
+                row = Row(prompt_id, sample, domain, ids, loss_mask(start, len(ids)), log_probs, finished)
+                kept[f"{prompt_id}:{sample}"] = row
+    present_J, shards = store.present(plan.keys), defaultdict[int, list[Row]](list)
+    for place, key in enumerate(plan.keys.to_pylist() if kept else ()):
+        if key in kept and not present_J[place]:
+            shards[place // plan.shard_size].append(kept[key])
+    for shard, rows in shards.items():
+        store.write_shard(shard, rows)
+    for path in files:
+        path.unlink()

@@ -168,7 +168,7 @@ class Servers:
         show: bool = True,
         signal_bytes: float = 0.0,
     ) -> None:
-        """Like `data.responses.respond.respond`. signal_bytes: stored later for each response token.
+        """Like `data.responses.respond.respond`, after `settle`. signal_bytes: stored later for each response token.
 
         Every request has a seed made from (settings.seed, prompt id, sample number), so responses after a kill are the same, if the
         server respects seeds.
@@ -176,9 +176,8 @@ class Servers:
         Raises UserError: no server answers, or not at these settings. Finished responses are kept.
         """
         lacking, total = plan.share(store)
-        journal = Journal(store.folder, plan.rank, plan.ranks)
         if not lacking:
-            return journal.delete()
+            return
         self._settings = (settings.sampling, plan.prompts)
         self.check()
         answers: dict[int, dict[int, Row]] = {shard: {} for shard, _ in lacking}
@@ -190,12 +189,7 @@ class Servers:
                 rows = answers.pop(shard)
                 store.write_shard(shard, [rows[number] for number in sorted(rows)])
 
-        earlier, jobs = {f"{row.prompt_id}:{row.sample}": row for row in journal.rows()}, list[tuple[int, int]]()
-        for shard, number in [(shard, number) for shard, numbers in lacking for number in numbers]:
-            if earlier and (row := earlier.get(plan.keys[number].as_py())):
-                keep(shard, number, row)
-            else:
-                jobs.append((shard, number))
+        jobs = [(shard, number) for shard, numbers in lacking for number in numbers]
 
         def work(target: EndpointTarget, job: tuple[int, int]) -> tuple[str, Row]:
             prompt, sample = plan.job(job[1])
@@ -203,13 +197,15 @@ class Servers:
             return target.endpoint.url, row_of(prompt, sample, answer)
 
         label, done = f"{store.folder.name} responses", total - len(jobs)
-        with journal, phase(label, total, done, show and plan.rank == 0) as progress:
+        with (
+            Journal(store.folder, plan.rank) as journal,
+            phase(label, total, done, show and plan.rank == 0) as progress,
+        ):
             speed = _Speed(progress, self.lanes, jobs, signal_bytes)
             for job, (url, row) in self.each(work, jobs):
                 journal.add(row)
                 speed.count(job, url, row)
                 keep(job[0], job[1], row)
-        journal.delete()
 
     def topk(
         self, store: SignalStore, rows: Sequence[Row], k: int, *, rank: int = 0, ranks: int = 1, show: bool = True

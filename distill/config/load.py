@@ -68,7 +68,7 @@ def _set(tree: dict[str, Any], assignment: str) -> None:
     parts = key.split(".")
     node: Any = tree
     for depth, part in enumerate(parts):
-        in_list = isinstance(node, list) and part.isdigit() and int(part) < len(node)
+        in_list = isinstance(node, list) and part.isdecimal() and int(part) < len(node)
         if not in_list and not isinstance(node, dict):
             raise UserError(f"override {assignment!r}: {'.'.join(parts[:depth])} has no keys below it")
         place: Any = int(part) if in_list else part
@@ -113,7 +113,7 @@ def _explain(error: ValidationError, origin: str, kind: type[Section]) -> str:
         message = did_you_mean(str(first["input"]), re.findall("'([^']+)'", first["ctx"]["expected"]))
     if not key:
         return f"{origin}: {message}"
-    return f"{origin}: `{key}` = {json.dumps(first['input'], default=str)[:80]}: {message[0].lower()}{message[1:]}"
+    return f"{origin}: `{key}` = {json.dumps(first['input'], default=str, skipkeys=True)[:80]}: {message[0].lower()}{message[1:]}"
 
 
 def config_file(path: Path) -> Path:

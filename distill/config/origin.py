@@ -14,7 +14,7 @@ PATH_KEYS = ("path", "served", "output")
 
 def origin_of(run: Path) -> Path | None:
     """The folder where a run began; None for a run that is not there."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
+    with contextlib.suppress(OSError, ValueError):
         return (run.resolve() / (run / BEGAN).read_text(encoding="utf-8").strip()).resolve()
     return None
 

@@ -249,7 +249,7 @@ class TrainConfig(Section):
 
     steps: int = Field(0, ge=0)
     """optimizer steps; 0 = as many as `epochs` takes"""
-    epochs: float = Field(3.0, ge=0)
+    epochs: float = Field(3.0, ge=0, le=100_000)
     """passes over the training responses, which give the number of steps; not used if `steps` is set"""
     batch_size: int = Field(32, ge=1)
     """sequences per step, summed over all ranks and micro-batches"""

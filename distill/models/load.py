@@ -59,7 +59,7 @@ def resolve(path: str) -> str:
     """Return the directory of the shipped target for `embedded`; other paths are unchanged."""
     if path == EMBEDDED:
         return str(EMBEDDED_FOLDER)
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    return os.path.expanduser(path)
 
 
 def public_name(path: str) -> str:

@@ -258,6 +258,8 @@ def _require_some(some: bool, side: str, render: "_Renderer") -> None:
         if render.bad_rows and len(render.bad_rows) >= render.dropped:
             # The last error: rows are rendered after all are read, and a mistake in the config shows up while rendering.
             raise render.bad_rows[-1]
+        if not render.dropped:
+            raise UserError(f"data.{side}: no prompt is left to train on beside one to hold out; give more prompts")
         raise UserError(
             f"data.{side}: every prompt is too long ({render.dropped} left out); lower serving.max_tokens, or raise "
             f"data.max_prompt_tokens or the context (now {render.context_length} tokens for prompt and response)"

@@ -10,6 +10,7 @@ from typing import Any
 from data.files import MANIFEST, Manifest, write_bytes
 from data.prompts.template import check_learnable, on_day, template_fingerprint
 from data.responses.batch_file import WantedAnswers
+from data.responses.journal import settle
 from data.responses.rendered import RenderedPrompt, texts_of
 from data.responses.respond import ResponsePlan, respond
 from data.responses.servers import LocalSays, local_says
@@ -178,9 +179,10 @@ class RunData:
     def _lacking(
         self, name: str, settings: DecodeSettings, prompts: Sequence[RenderedPrompt], samples: int
     ) -> WantedAnswers:
-        store = Store(self.folder / name)
+        store, plan = Store(self.folder / name), ResponsePlan(prompts, samples, self.run.config.serving.shard_size)
         store.open(self.manifest(settings))
-        return WantedAnswers(store, ResponsePlan(prompts, samples, self.run.config.serving.shard_size), settings)
+        settle(store, plan)
+        return WantedAnswers(store, plan, settings)
 
     def past(self, rule: Rule) -> Sequence[Row]:
         """Stored responses to the training prompts; none if the rule needs other settings than theirs; UserError if damaged."""
@@ -221,6 +223,7 @@ class RunData:
 
         def whole() -> bool:
             store.open(manifest)
+            settle(store, plan)
             return bool(store.present(plan.keys).all())
 
         if not run.seen(whole):  # The folder must exist before another rank writes into it.

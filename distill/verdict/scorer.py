@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import numbers
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ def load_scorer(name: str, option: str = "--scorer") -> Scorer:
 def _module_of(place: str) -> Any:
     if not place.endswith(".py"):
         return importlib.import_module(place)
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))
     if not path.is_file():
         raise FileNotFoundError("no such file")
     spec = importlib.util.spec_from_file_location(f"understudy_scorer_{path.stem}", path)

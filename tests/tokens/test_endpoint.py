@@ -20,6 +20,7 @@ from tiny_training import TOKENS, tiny_tokenizer
 
 from data.responses.endpoint import EndpointTarget
 from data.responses.endpoint_keys import Endpoint
+from data.responses.journal import settle
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan, respond
 from data.responses.server_identity import TEXTS, TOP, difference
@@ -63,8 +64,10 @@ def rendered(count: int = 9) -> list[RenderedPrompt]:
 def made(target: Servers, folder: Path, settings: DecodeSettings, samples: int = 1) -> list[Row]:
     store = Store(folder)
     store.open({"a": 1})
-    target.respond(store, ResponsePlan(rendered(), samples, 4), settings, show=False)
-    return store.read()
+    plan = ResponsePlan(rendered(), samples, 4)
+    settle(store, plan)
+    target.respond(store, plan, settings, show=False)
+    return list(store.chosen(plan.keys, plan.domains()))
 
 
 def locally(folder: Path, settings: DecodeSettings) -> list[Row]:

@@ -21,11 +21,11 @@ from data.files import read_manifest
 from data.responses import dealing, servers
 from data.responses.endpoint import PROBE_TEXT, EndpointTarget
 from data.responses.endpoint_keys import Endpoint
-from data.responses.journal import Journal
+from data.responses.journal import Journal, settle
 from data.responses.rendered import RenderedPrompt
 from data.responses.respond import ResponsePlan
 from data.responses.servers import Servers, local_says
-from data.responses.store import Store
+from data.responses.store import Row, Store
 from distill import respond, train
 from distill.config.layout import RESPONSES, TRAINING
 from distill.run.verdict_record import load_verdict
@@ -69,8 +69,13 @@ def made(target: Servers, folder: Path, rank: int = 0, ranks: int = 1) -> dict[s
     """The files of a store that the servers filled."""
     store = Store(folder)
     store.open({"a": 1})
+    settle(store, ResponsePlan(prompts(), 1, 8))
     target.respond(store, ResponsePlan(prompts(), 1, 8, rank, ranks), SETTINGS, show=False)
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def rows_in(folder: Path) -> list[Row]:
+    return sorted(Store(folder).read(), key=lambda row: row.prompt_id)
 
 
 def answered(behaviour: Behaviour) -> int:
@@ -180,7 +185,7 @@ def test_a_job_that_no_server_can_do_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_kill_loses_only_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fakes(2) as (urls, behaviours):
-        good = made(servers_at(*urls), tmp_path / "good")
+        made(servers_at(*urls), tmp_path / "good")
         add, count = Journal.add, iter(range(11))
 
         def add_or_die(journal: Journal, row: Any) -> None:
@@ -195,10 +200,31 @@ def test_a_kill_loses_only_what_was_under_way(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(Journal, "add", add)
         for behaviour in behaviours:
             behaviour.requests.clear()
-        assert made(servers_at(*urls), tmp_path / "killed") == good
+        files = made(servers_at(*urls), tmp_path / "killed")
+        assert not [name for name in files if name.startswith("unwritten")]
+        assert rows_in(tmp_path / "killed") == rows_in(tmp_path / "good")
         # By seed, because a request of the killed run may arrive late.
         seeds = {one["seed"] for behaviour in behaviours for one in behaviour.requests if "seed" in one}
         assert len(seeds) == COUNT - 11
+
+
+def test_a_kill_of_more_ranks_loses_nothing_that_is_left_to_fewer(tmp_path: Path) -> None:
+    """Three ranks are killed, then two begin, of which one is killed before it wrote anything."""
+    with fakes(1) as (urls, _):
+        made(servers_at(*urls), tmp_path / "good")
+    store, rows = Store(tmp_path / "killed"), rows_in(tmp_path / "good")
+    store.open({"a": 1})
+    for rank in range(3):
+        with contextlib.suppress(KeyboardInterrupt), Journal(store.folder, rank) as journal:
+            for row in rows[rank::3]:
+                journal.add(row)
+            raise KeyboardInterrupt
+    settle(store, ResponsePlan(prompts(), 1, 8))
+    assert rows_in(tmp_path / "killed") == rows
+    with fakes(1) as (urls, behaviours):
+        for rank in range(2):
+            made(servers_at(*urls), tmp_path / "killed", rank, 2)
+        assert not answered(behaviours[0])
 
 
 def test_the_first_answers_tell_tokens_time_and_disk(

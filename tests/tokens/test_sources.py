@@ -190,6 +190,7 @@ def test_missing_file_names_near_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "(near: train.jsonl)" in refusal(path="data/train.jsnl")
     assert "no such file" in refusal(path="train", format="jsonl")
+    assert "~nobody-of-this-name/p.jsonl: no such file" in refusal(path="~nobody-of-this-name/p.jsonl")
     assert "streaming is for hub datasets" in refusal(path="data/train.jsonl", streaming=True)
 
 

@@ -41,7 +41,7 @@ class SweepFile(Section):
         for key, values in grid.items():
             if not values:
                 raise ValueError(f"{key}: give a list with at least one value")
-            if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
+            if len({json.dumps(value, sort_keys=True, default=str) for value in values}) < len(values):
                 raise ValueError(f"{key}: a value is listed twice")
         return grid
 

@@ -85,6 +85,8 @@ def test_the_answers_are_those_of_a_run_without_a_service_at_temperature_0(confi
         ),
         (["--batch-results", "r.jsonl", "target.endpoint={urls: ['http://a/v1']}"], "leave target.endpoint out"),
         (["--batch-results", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["--batch-requests", "r.jsonl", "--engine", "vllm"], "an engine answers, or a batch service; give one"),
+        (["--batch-chat"], "give their file with --batch-requests"),
         (["--replicas", "2"], "--replicas: name the engine with --engine"),
         (["--", "--enforce-eager"], "--enforce-eager: name the engine with --engine"),
         (["--engine", "ollama"], "--engine ollama: this engine cannot be started; known: vllm"),

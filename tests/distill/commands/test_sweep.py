@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import itertools
 import json
@@ -322,6 +323,7 @@ def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
         ({"metric": "tua"}, '`metric` = "tua": did you mean `tau`?'),
         ({"name": "a/b"}, '`name` = "a/b": string should match'),
         ({"base": "nowhere.yaml"}, "cannot read the config"),
+        ({"grid": {"train.steps": [datetime.date(2024, 1, 1)]}}, "`train.steps`"),
         ({"grid": {"target": [None]}}, "`target` = null"),
     ],
 )

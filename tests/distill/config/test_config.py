@@ -1,5 +1,6 @@
 """The configuration: read, overridden, refused with a line that helps, written back."""
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ def test_files_that_are_no_config(tmp_path: Path, text: bytes, said: str) -> Non
     assert "config.yaml" in message
 
 
+def test_a_place_in_a_list_is_written_in_ascii(tmp_path: Path) -> None:
+    assert "data.train has no keys below it" in refused(
+        lambda: load_config(write(tmp_path, MINIMAL), ["data.train.\N{SUPERSCRIPT TWO}=1"])
+    )
+
+
 def test_a_key_twice_in_an_override_is_refused_and_a_merge_may_replace_a_key(tmp_path: Path) -> None:
     text = refused(lambda: load_config(write(tmp_path, MINIMAL), ["serving={top_k: 1, top_k: 2}"]))
     assert text.startswith("override 'serving={top_k: 1, top_k: 2}': ")
@@ -163,6 +170,8 @@ def test_unknown_keys_name_the_nearest(section: dict[str, Any], key: str, near: 
     ("section", "said"),
     [
         ({"train": {"steps": "10"}}, '`train.steps` = "10"'),
+        ({"train": {"epochs": 1e308}}, "less than or equal to 100000"),
+        ({"name": {datetime.date(2024, 1, 1): 1}}, "`name` = {}"),
         ({"train": {"steps": -1}}, "greater than or equal to 0"),
         ({"optim": None}, "`optim` = null"),
         ({"optim": "adamw"}, "key: value"),

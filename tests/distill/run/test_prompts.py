@@ -230,6 +230,7 @@ def test_only_bad_rows_are_dropped_as_bad_rows(tmp_path: Path) -> None:
     [
         ("template", "has no chat template"),
         ("long", "every prompt is too long (8 left out)"),
+        ("alone", "data.train: no prompt is left to train on beside one to hold out"),
     ],
 )
 def test_a_mistake_that_all_rows_share_is_reported_though_bad_rows_are_dropped(
@@ -237,6 +238,8 @@ def test_a_mistake_that_all_rows_share_is_reported_though_bad_rows_are_dropped(
 ) -> None:
     conversations = [{"messages": []}, *({"messages": [user(f"question {number}")]} for number in range(8))]
     data, tokenizer = chat_data(tmp_path, conversations, bad_rows="drop", too_long="drop")
+    if mistake == "alone":
+        data, tokenizer = chat_data(tmp_path, conversations[1:2], too_long="drop")
     if mistake == "template":
         tokenizer.chat_template = None
     with pytest.raises(UserError, match=re.escape(words)):
