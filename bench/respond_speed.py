@@ -56,7 +56,6 @@ def served(data: RunData, urls: list[str], concurrency: int, folder: Path) -> di
     assert endpoint is not None
     store.open({"bench": 1})
     servers = Servers(endpoint, data.target.tokenizer, data.target.facts.vocab_rows)
-    servers.check()
     start = time.perf_counter()
     servers.respond(store, ResponsePlan(prompts, 1, config.serving.shard_size), data.settings)
     seconds = time.perf_counter() - start

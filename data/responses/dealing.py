@@ -16,6 +16,7 @@ from speculative.errors import UserError
 from speculative.progress import note
 
 RECHECK_SECONDS = 30.0  # between two looks at a server that is out
+_PATIENCE_SECONDS = 20.0  # for the first look at a server, before the others begin without it
 _TICK_SECONDS = 0.5  # how often servers that are out or slow are thought of while nothing finishes
 _SLOW = 3.0  # a request that takes so many times longer than another server's longest is sent there too
 _FEWEST_SECONDS = 2.0  # shorter requests are not slow
@@ -24,11 +25,13 @@ _MOST_FAILURES = 5  # of one job, each of which put a server out
 
 @dataclass
 class Lane:
-    """A server and what it has to do. fault: why it is out; None while it works."""
+    """A server and what it has to do. fault: why it is out; None while it works. new: it is looked at before it works."""
 
     target: Any  # an EndpointTarget
     busy: int = 0
     fault: UserError | None = None
+    new: bool = False
+    compared: bool = False  # with the local weights, since it was out
     looking: bool = False
     look_at: float = 0.0
     longest: float = 0.0
@@ -46,6 +49,7 @@ class Lane:
         if self.fault is None and many:
             note(f"warning: {fault}; the other servers take its share")
         self.fault, self.look_at = fault, max(self.look_at, time.monotonic() + RECHECK_SECONDS)
+        self.new = self.compared = False
 
 
 @dataclass(eq=False)
@@ -61,19 +65,21 @@ class Dealing:
     """Jobs on their way through servers."""
 
     def __init__(
-        self, lanes: list[Lane], work: Callable[[Any, Any], Any], look: Callable[[Any], None], jobs: Iterable[Any]
+        self, lanes: list[Lane], work: Callable[[Any, Any], Any], look: Callable[[Lane], None], jobs: Iterable[Any]
     ) -> None:
-        """``work``: of a target and a job. ``look``: raises UserError for a target that still cannot work."""
+        """``work``: of a target and a job. ``look``: raises UserError for a server that cannot work."""
         self.lanes, self.work, self.look = lanes, work, look
         self.waiting, self.again, self.jobs = enumerate(jobs), deque[int](), dict[int, Any]()
         self.under_way, self.copied, self.failures = list[_Request](), set[int](), Counter[int]()
         self.ended: SimpleQueue[_Request] = SimpleQueue()
         self.fault: UserError | None = None  # the last one of a job
+        self.begin_at = time.monotonic() + _PATIENCE_SECONDS
 
     def results(self) -> Iterator[tuple[Any, Any]]:
         """(job, result) as they finish. After an error or Ctrl-C no more requests are made.
 
-        Raises UserError: no server works, or a job fails at any server. What was under way elsewhere is given first.
+        Raises UserError: no server works, a new one has another model, or a job fails at any server. What was under way elsewhere is
+        given first.
         """
         try:
             while self._deal():
@@ -96,9 +102,13 @@ class Dealing:
         """Give jobs to servers with room; whether any is left. UserError: no server works."""
         now = time.monotonic()
         for lane in self.lanes:
-            if lane.fault is not None and not lane.looking and lane.look_at <= now:
+            if lane.new and lane.looking and now >= self.begin_at:
+                lane.out(UserError(f"{lane.url}: no answer within {_PATIENCE_SECONDS:g} s"), len(self.lanes) > 1)
+            elif (lane.new or lane.fault is not None) and not lane.looking and lane.look_at <= now:
                 lane.looking = True
                 self._send(_Request(lane, None, now))
+        if any(lane.new for lane in self.lanes):
+            return True
         while (lane := max(self.lanes, key=lambda lane: lane.room)).room > 0:
             if (number := self._next(lane, now)) is None:
                 if not self.jobs:
@@ -133,11 +143,10 @@ class Dealing:
     def _send(self, request: _Request) -> None:
         def run() -> None:
             try:
-                target = request.lane.target
                 if request.number is None:
-                    self.look(target)
+                    self.look(request.lane)
                 else:
-                    request.result = self.work(target, job)
+                    request.result = self.work(request.lane.target, job)
             except BaseException as error:
                 request.error = error
             self.ended.put(request)
@@ -151,12 +160,13 @@ class Dealing:
         lane, error = request.lane, request.error
         lane.looking = False
         if error is None:
-            lane.fault = None
-            note(f"{lane.url}: answers again")
-        elif not isinstance(error, UserError):
+            if lane.fault is not None:
+                note(f"{lane.url}: answers again")
+            lane.fault, lane.new = None, False
+        elif not isinstance(error, UserError) or (lane.new and isinstance(error, WrongServer)):
             raise error
         else:
-            lane.look_at = time.monotonic() + RECHECK_SECONDS
+            lane.out(error, len(self.lanes) > 1)
             if isinstance(error, WrongServer):
                 note(f"warning: {error}; it gets no more work")
                 lane.look_at = float("inf")

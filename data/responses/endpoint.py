@@ -275,7 +275,7 @@ class EndpointTarget:
 
     def each(self, work: Callable[[Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (job, result) as they finish, `concurrency` at a time. After an error or Ctrl-C no more requests are made."""
-        return Dealing([Lane(self)], lambda _, job: work(job), EndpointTarget.check, jobs).results()
+        return Dealing([Lane(self)], lambda _, job: work(job), lambda _: self.check(), jobs).results()
 
 
 def response_of(

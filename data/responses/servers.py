@@ -3,8 +3,6 @@
 The same prompts give the same store, however many servers answer and in whatever order, if the servers respect seeds.
 """
 
-import threading
-import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +33,6 @@ from speculative.rules.sampling import SamplingSettings
 ESTIMATED_FROM = 200  # the first answers, which tell how long the rest takes
 COMPARED_PROMPTS, COMPARED_PLACES = 8, 4  # in each prompt
 _LISTED = 20  # most probable tokens that local weights list at a place
-_PATIENCE_SECONDS = 20.0  # for servers that do not answer while others do
 _WRITTEN_AT_ONCE = 64  # Examples in a file of top-k probabilities.
 _ENTRY_BYTES = 200  # Maximum size of an entry of `prompt_logprobs`: an id, its log-probability, rank and text.
 
@@ -95,7 +92,6 @@ class Servers:
         singles = [endpoint.model_copy(update={"urls": (url,)}) for url in endpoint.urls]
         self.lanes = [Lane(EndpointTarget(single, tokenizer, vocab_rows, record)) for single in singles]
         self.local: LocalSays | None = None  # to compare each server with, where the weights are here too
-        self._compared: set[str] = set()
         self._settings: tuple[SamplingSettings, Sequence[RenderedPrompt]] | None = None
 
     @property
@@ -110,54 +106,23 @@ class Servers:
         raise faults[0]
 
     def check(self) -> None:
-        """Look at all servers at the same time. Those that do not answer may join later.
+        """Let the next work begin with a look at all servers. UserError then: none answers, or one has another model than the target."""
+        for lane in self.lanes:
+            lane.new, lane.fault, lane.look_at = True, None, 0.0
 
-        Raises UserError: none answers, or one has another model than the target.
-        """
-        errors: dict[int, BaseException | None] = {}
-
-        def look(number: int, lane: Lane) -> None:
-            try:
-                self._look(lane.target)
-                errors[number] = None
-            except BaseException as error:
-                errors[number] = error
-
-        for number, lane in enumerate(self.lanes):
-            threading.Thread(target=look, args=(number, lane), daemon=True, name="endpoint").start()
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while len(errors) < len(self.lanes) and (time.monotonic() < until or None not in list(errors.values())):
-            time.sleep(0.01)
-        seen = dict(errors)
-        for error in seen.values():
-            if error is not None and (isinstance(error, WrongServer) or not isinstance(error, UserError)):
-                raise error
-        if None not in seen.values():
-            raise next(error for error in seen.values() if error)
-        for number, lane in enumerate(self.lanes):
-            late = UserError(f"{lane.url}: no answer within {_PATIENCE_SECONDS:g} s")
-            error = seen.get(number, late)
-            lane.fault, lane.look_at = None, 0.0
-            if isinstance(error, UserError):
-                lane.out(error, many=True)
-                lane.look_at = 0.0 if error is late else lane.look_at
-
-    def _look(self, target: EndpointTarget) -> None:
+    def _look(self, lane: Lane) -> None:
+        target = lane.target
         target.check()
         if self._settings is not None:
             target.check_probabilities(*self._settings)
-        if self.local is not None and target.endpoint.url not in self._compared:
+        if self.local is not None and not lane.compared:
             self.local.compare(target)
             target.compare_chat()
-            self._compared.add(target.endpoint.url)
-
-    def _look_again(self, target: EndpointTarget) -> None:
-        self._compared.discard(target.endpoint.url)
-        self._look(target)
+            lane.compared = True
 
     def each(self, work: Callable[[EndpointTarget, Any], Any], jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield (job, result) as they finish; see `Dealing.results`."""
-        return Dealing(self.lanes, work, self._look_again, jobs).results()
+        return Dealing(self.lanes, work, self._look, jobs).results()
 
     def respond(
         self,
