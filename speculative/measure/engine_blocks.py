@@ -12,14 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speculative.measure.intervals import Interval, ratio_interval, sum_by_prompt
-from speculative.measure.replay import (
-    GREEDY_BLOCK_TOLERANCE,
-    WORRYING_Z,
-    agreement_of,
-    expected_blocks_of,
-    shares_of,
-    survival_sums,
-)
+from speculative.measure.replay import expected_blocks_of
 from speculative.measure.token_scores import StoredText, TokenScores
 from speculative.rules.rule import Rule
 
@@ -77,19 +70,6 @@ def tau_of(scores: Sequence[TokenScores], rule: Rule, gamma: int) -> tuple[float
     return float(sum(len(score) for score in scores) / max(blocks_N.sum(), 1e-9)), blocks_N
 
 
-def predicted_shares(
-    scores: Sequence[TokenScores], rule: Rule, gamma: int, *, spared: int = 0
-) -> tuple[list[float], float]:
-    """(survival by place, accepted/drafted) by replay; see `survival_sums`."""
-    return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma, spared=spared)))
-
-
-def served_shares(served: Sequence[ServedBlocks], gamma: int) -> tuple[list[float], float]:
-    """(survival by place, accepted/drafted) of the blocks an engine reported one by one, counted as in `predicted_shares`."""
-    blocks_J, kept_J = (np.sum(sums, 0) for sums in zip(*(one.sums(gamma) for one in served), strict=True))
-    return shares_of(blocks_J, kept_J)
-
-
 def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray, prompt_keys: Sequence[Hashable]) -> list[Interval]:
     """95 % intervals of survival by place over prompts, from responses' `ServedBlocks.sums`; [0, 1] where nothing was drafted."""
     sums_JP = zip(
@@ -99,18 +79,3 @@ def survival_intervals(blocks_NJ: np.ndarray, kept_NJ: np.ndarray, prompt_keys: 
         ratio_interval(kept_P[blocks_P > 0], blocks_P[blocks_P > 0]) if blocks_P.any() else (0.0, 1.0)
         for blocks_P, kept_P in sums_JP
     ]
-
-
-def served_agreement(
-    scores: Sequence[TokenScores], rule: Rule, blocks_N: Sequence[int], gamma: int
-) -> tuple[float, float, bool]:
-    """(predicted blocks, z, whether they agree): `agreement_of` for the served text; blocks_N may be one number, their sum.
-
-    z is a number also without randomness: scaled so that `WORRYING_Z` is the tolerated share of blocks.
-    """
-    agreement = agreement_of(scores, rule, blocks_N, gamma)
-    predicted, z = agreement.predicted_blocks, agreement.z
-    if z is None:
-        unit = GREEDY_BLOCK_TOLERANCE * predicted / WORRYING_Z
-        z = (agreement.live_blocks - predicted) / max(unit, 1e-9)
-    return predicted, z, agreement.agrees

@@ -14,20 +14,11 @@ from speculative.decoder.responses import Response
 from speculative.drafters.draft import Draft
 from speculative.errors import UserError
 from speculative.explain.text_fit import IMPOSSIBLE, TextFit
-from speculative.measure.engine_blocks import (
-    Decoded,
-    ServedBlocks,
-    after_prefill,
-    predicted_shares,
-    served_agreement,
-    served_shares,
-    survival_intervals,
-    tau_of,
-)
+from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefill, survival_intervals, tau_of
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
 from speculative.measure.measured import DRAFT, TARGET, Measured
 from speculative.measure.metrics import Waiting, ratio_with_interval, waits_of
-from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z
+from speculative.measure.replay import GREEDY_BLOCK_TOLERANCE, WORRYING_Z, agreement_of, shares_of, survival_sums
 from speculative.measure.token_scores import TokenScores, score_tokens
 from speculative.rules.rule import Rule
 
@@ -66,7 +57,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class ReplayedTau:
-    """Replay under one rule at one gamma: tau with its interval over prompts, and the test of the server's blocks (`served_agreement`).
+    """Replay under one rule at one gamma: tau with its interval over prompts, and the test of the server's blocks.
 
     unseen: the largest difference, as a share of the blocks, that the test can miss.
     """
@@ -108,9 +99,12 @@ class Replayer:
             assert self.scores is not None
             tau, ci = self._tau(self.scores, rule, gamma)
             blocks = [row.blocks for row in counted.rows] if counted.rows is not None else [counted.blocks]
-            predicted, z, agrees = served_agreement(self.scores, rule, blocks, gamma)
-            spread = abs((counted.blocks - predicted) / z) if z and rule.draws else 0.0
-            return ReplayedTau(rule, gamma, tau, ci, z, agrees, WORRYING_Z * spread / predicted)
+            check = agreement_of(self.scores, rule, blocks, gamma)
+            predicted, gap = check.predicted_blocks, counted.blocks - check.predicted_blocks
+            # Without randomness `WORRYING_Z` stands for the tolerated share of blocks.
+            z = WORRYING_Z * gap / max(GREEDY_BLOCK_TOLERANCE * predicted, 1e-9) if check.z is None else check.z
+            spread = abs(gap / z) if z and rule.draws else 0.0
+            return ReplayedTau(rule, gamma, tau, ci, z, check.agrees, WORRYING_Z * spread / predicted)
         if len(self.own_scores) < 2:
             raise UserError(
                 "--prompts: the server gives no token ids, and replay of the run's own text needs at least 2 prompts; give 2 or more"
@@ -134,7 +128,7 @@ class Replayer:
     def shares(self, rule: Rule, gamma: int, spared: int) -> tuple[list[float], float]:
         """Return (survival, accepted/drafted) of the text that `predict` uses."""
         scores = self.scores if self.knows(rule) and self.scores is not None else self.own_scores
-        return predicted_shares(scores, rule, gamma, spared=spared)
+        return shares_of(*(sums_NJ.sum(0) for sums_NJ in survival_sums(scores, rule, gamma, spared=spared)))
 
 
 def served_texts(replies: Replies, fit: TextFit | None = None) -> list[Decoded] | None:
@@ -230,13 +224,13 @@ def _by_response(rows: list[ServedBlocks], replies: Replies) -> Counted:
     ends: list[Interval] | None = None
     if any(row.accepted_B for row in rows):
         gamma = max(max(row.drafted_B, default=0) for row in rows)
-        survival, rate = served_shares(rows, gamma)
         broken = sum(not row.whole for row in rows)
         if broken:
             notes.append(
                 f"the blocks of {broken} of {len(rows)} responses do not add up to the response; some calls are not counted"
             )
         blocks_NJ, kept_NJ = (np.array(sums) for sums in zip(*(each.sums(gamma) for each in rows), strict=True))
+        survival, rate = shares_of(blocks_NJ.sum(0), kept_NJ.sum(0))
         ends, spared = survival_intervals(blocks_NJ, kept_NJ, replies.prompts), _spared(rows, gamma)
         return Counted("responses", rows, blocks, tokens, gamma, survival, rate, spared, ends, notes, replies.prompts)
     gamma = max(gammas) if gammas else max(1, math.ceil(drafted / blocks - 1e-9))

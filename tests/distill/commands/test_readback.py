@@ -32,9 +32,9 @@ from speculative.decoder.responses import DecodeSettings
 from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.explain.text_fit import TextFit
-from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefill, predicted_shares, served_shares
+from speculative.measure.engine_blocks import Decoded, ServedBlocks, after_prefill
 from speculative.measure.measured import TARGET
-from speculative.measure.replay import expected_blocks_of
+from speculative.measure.replay import expected_blocks_of, shares_of, survival_sums
 from speculative.measure.token_scores import TokenScores
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
@@ -358,7 +358,10 @@ def test_blocks_are_counted_from_the_second_token_and_cut_at_the_end() -> None:
     assert served.inside() == [(0, 3, 2), (3, 2, 2)]
     assert served.whole
     # Places 1 and 2 are within the text in both blocks, place 3 in the first alone; 4 of 5 drafted tokens within it are kept.
-    assert served_shares([served], 3) == ([1.0, 1.0, 0.0], 0.8)
-    assert predicted_shares([score], Rule.named("greedy"), 3) == ([1.0, 1.0, 0.0], 0.8)
+    assert shares_of(*served.sums(3)) == ([1.0, 1.0, 0.0], 0.8)
+    shares = [
+        shares_of(*(own.sum(0) for own in survival_sums([score], Rule.named("greedy"), 3, spared=of))) for of in (0, 1)
+    ]
+    assert shares[0] == ([1.0, 1.0, 0.0], 0.8)
     # An engine that leaves room for the target's own token drafts 1 in the last block.
-    assert predicted_shares([score], Rule.named("greedy"), 3, spared=1) == ([1.0, 1.0, 0.0], 0.75)
+    assert shares[1] == ([1.0, 1.0, 0.0], 0.75)
