@@ -49,10 +49,10 @@ from speculative.drafters.drafter import ModelDrafter
 from speculative.engine.models import end_token_ids
 from speculative.errors import UserError
 from speculative.measure.cost import measure_costs, predicted_speed_up
-from speculative.measure.effects import Gain, effects_of_sums
+from speculative.measure.effects import Gain, paired_gains
 from speculative.measure.intervals import intervals_of_sums
 from speculative.measure.replay import agreement_of, block_variance, expected_blocks_of, texts_of
-from speculative.measure.token_scores import score_tokens
+from speculative.measure.token_scores import accepted_sums, score_tokens
 from speculative.rules.rule import Rule
 from speculative.rules.sampling import GREEDY, SamplingSettings
 
@@ -244,17 +244,20 @@ def coverage(bench: Bench, texts: Sequence[Response], other: PreTrainedModel, ga
     sides = []
     for draft in (bench.draft, other):
         scores = score_tokens(draft, texts, settings.sampling)
-        accepted_N = np.array([text.accept_probs(Rule.named("sample")).sum() for text in scores])
-        sides.append((accepted_N, expected_blocks_of(scores, Rule.named("sample"), (gamma,))[:, 0]))
+        rule = Rule.named("sample")
+        sides.append((accepted_sums(scores, rule), expected_blocks_of(scores, rule, (gamma,))[:, 0]))
     pool_N3 = np.stack((tokens_N, *sides[0]), 1)
 
     def numbers_of(sums_C: np.ndarray) -> np.ndarray:
         return np.stack((sums_C[..., 1] / sums_C[..., 0], sums_C[..., 0] / sums_C[..., 2]), -1)
 
     def gains(rows: np.ndarray) -> dict[str, Gain]:
-        drawn = [(accepted_N[rows], blocks_N[rows]) for accepted_N, blocks_N in sides]
-        found = effects_of_sums(range(len(rows)), tokens_N[rows], *drawn)
-        return {"alpha gain": found.alpha, "tau gain": found.tau}
+        drawn = {
+            name: [own_N[rows] for own_N in pair]
+            for name, pair in zip(("alpha", "tau"), zip(*sides, strict=True), strict=True)
+        }
+        found = paired_gains(range(len(rows)), tokens_N[rows], drawn)
+        return {"alpha gain": found["alpha"], "tau gain": found["tau"]}
 
     truth = dict(zip(("alpha", "tau"), numbers_of(pool_N3.sum(0)).tolist(), strict=True))
     truth |= {name: own.gain for name, own in gains(np.arange(len(texts))).items()}

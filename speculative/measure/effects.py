@@ -3,7 +3,7 @@
 Shapes: N responses, P prompts (the resampling unit).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from scipy import special
 from speculative.measure.intervals import Interval, interval, intervals_of_sums, sum_by_prompt
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of
-from speculative.measure.token_scores import TokenScores
+from speculative.measure.token_scores import TokenScores, accepted_sums
 from speculative.rules.rule import Rule
 
 CONFIDENCE = 0.95  # of all looks together
@@ -78,87 +78,56 @@ def paired_effects(
     """
     if [len(text) for text in ours] != [len(text) for text in baseline]:
         raise ValueError("paired effects need the same text under both drafts")
-    sides = [
-        (np.array([text.accept_probs(rule).sum() for text in side]), expected_blocks_of(side, rule, (gamma,))[:, 0])
-        for side in (ours, baseline)
-    ]
-    tokens_N = np.array([len(text) for text in ours])
-    return effects_of_sums(prompt_keys, tokens_N, *sides, looks=looks)
+    sides, tokens_N = (ours, baseline), np.array([len(text) for text in ours])
+    blocks = [expected_blocks_of(side, rule, (gamma,))[:, 0] for side in sides]
+    pairs = {"alpha": [accepted_sums(side, rule) for side in sides], "tau": blocks}
+    return Effects(**paired_gains(prompt_keys, tokens_N, pairs, looks))
 
 
-def effects_of_sums(
-    prompt_keys: Sequence[Hashable],
-    tokens_N: np.ndarray,
-    ours: tuple[np.ndarray, np.ndarray],
-    baseline: tuple[np.ndarray, np.ndarray],
-    *,
-    looks: int = 1,
-) -> Effects:
-    """`paired_effects` from sums of the scores: tokens per response, and by draft (sum of acceptance probabilities,
-    expected blocks), each (N,).
-    """
-    columns = (tokens_N, ours[0], baseline[0], ours[1], baseline[1])
-    return Effects(**_effects(prompt_keys, columns, _gains, ("alpha", "tau"), looks))
-
-
-def effects_of_calls(
-    prompt_keys: Sequence[Hashable],
-    tokens_N: np.ndarray,
-    ours: tuple[np.ndarray, np.ndarray | None],
-    baseline: tuple[np.ndarray, np.ndarray | None],
-    *,
-    looks: int = 1,
-) -> CallEffects:
-    """`effects_of_sums` if one of the two has no acceptance per token (prompt lookup, alone or before a draft): gains
-    in tau and speed-up. ours,
-    baseline: per response the target calls (N,) and the target steps including drafting (N,), None if nothing was timed.
-    """
-    timed = ours[1] is not None and baseline[1] is not None
-    columns = (tokens_N, ours[0], baseline[0], *((ours[1], baseline[1]) if timed else ()))
-    return CallEffects(**_effects(prompt_keys, columns, _call_gains, ("tau",), looks))
-
-
-def _call_gains(sums_C: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = sums_C[..., :1] / sums_C[..., 1:]
-    return rates[..., ::2] - rates[..., 1::2]
-
-
-def _effects(
-    prompt_keys: Sequence[Hashable],
-    columns: Sequence[np.ndarray | None],
-    gains_of: Callable[[np.ndarray], np.ndarray],
-    names: tuple[str, ...],
-    looks: int,
+def paired_gains(
+    prompt_keys: Sequence[Hashable], tokens_N: np.ndarray, pairs: Mapping[str, Sequence[np.ndarray]], looks: int = 1
 ) -> dict[str, Any]:
-    """The gains by name, last the one in speed-up if there is one, each with its interval, and the data they use. columns: tokens first;
-    then, for two names, accepted and blocks of both, else calls of both.
+    """The fields of `CallEffects`, and with alpha of `Effects`. pairs: (N,) of ours and of the baseline, by the gain that they give: target
+    calls of tau; accepted tokens of alpha, which prompt lookup lacks; target steps including drafting of speed_up, if they were timed.
     """
     corrected = confidence_of(looks)
-    sums_PC = np.stack([sum_by_prompt(prompt_keys, np.asarray(values_N)) for values_N in columns], 1)
+    columns = (tokens_N, *(own_N for pair in pairs.values() for own_N in pair))
+    sums_PC = np.stack([sum_by_prompt(prompt_keys, own_N) for own_N in columns], 1)
     sums_PC = sums_PC[sums_PC[:, 0] > 0]
     if not len(sums_PC):
         raise ValueError("no response has a token to compare on")
+    per_token_C = [name == "alpha" for name in pairs for _ in range(2)]
+
+    def gains_of(sums_C: np.ndarray) -> np.ndarray:
+        tokens, sums = sums_C[..., :1], sums_C[..., 1:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates = np.where(per_token_C, sums / tokens, tokens / sums)
+        return rates[..., ::2] - rates[..., 1::2]
+
     gains, intervals = gains_of(sums_PC.sum(0)).tolist(), intervals_of_sums(sums_PC, gains_of, corrected)
-    differences = [Gain(gain=gain, ci=ci) for gain, ci in zip(gains, intervals, strict=True)]
-    fewest = fewest_prompts(corrected)
-    enough = len(sums_PC) >= fewest
-    errors = standard_errors(sums_PC) if len(names) > 1 else (_tau_error(*sums_PC.T[:3]),)
-    certain = [certain_of(one.ci, len(sums_PC), corrected) for one in differences]
-    seen = {name: _detectable(error, corrected) if enough else None for name, error in zip(names, errors, strict=True)}
+    by_name = {name: Gain(gain=gain, ci=ci) for name, gain, ci in zip(pairs, gains, intervals, strict=True)}
+    certain = {name: certain_of(one.ci, len(sums_PC), corrected) for name, one in by_name.items()}
+    fewest, (tokens_P, *sides_CP) = fewest_prompts(corrected), sums_PC.T
+    seen = dict.fromkeys(("alpha", "tau"))
+    if len(sums_PC) >= fewest:
+        sides = dict(zip(pairs, zip(sides_CP[::2], sides_CP[1::2], strict=True), strict=True))
+        errors = {"tau": _tau_error(tokens_P, *sides["tau"])}
+        errors |= {"alpha": _alpha_error(tokens_P, *sides["alpha"])} if "alpha" in sides else {}
+        seen |= {name: _detectable(error, corrected) for name, error in errors.items()}
     return {
-        **dict(zip(names, differences, strict=False)),
-        "speed_up": differences[len(names)] if len(differences) > len(names) else None,
+        **by_name,
+        "speed_up": by_name.get("speed_up"),
         "confidence": CONFIDENCE,
         "looks": looks,
         "corrected_confidence": corrected,
         "method": "paired bootstrap over prompts (BCa)" + (f", Bonferroni over {looks} looks" if looks > 1 else ""),
         "prompts": len(sums_PC),
-        "tokens": int(sums_PC[:, 0].sum()),
+        "tokens": int(tokens_P.sum()),
         "fewest_prompts": fewest,
-        "minimal_detectable": Detectable(alpha=seen.get("alpha"), tau=seen["tau"]),
+        "minimal_detectable": Detectable(**seen),
         "prompts_for_half": 4 * len(sums_PC),
-        **dict(zip(("certain", "certain_tau")[-len(names) :], certain, strict=False)),
+        "certain_tau": certain["tau"],
+        **({"certain": certain["alpha"]} if "alpha" in certain else {}),
     }
 
 
@@ -198,12 +167,6 @@ def _detectable(error: float, confidence: float) -> float | None:
     return factor * error if error > NO_SPREAD else None
 
 
-def _gains(sums_C: np.ndarray) -> np.ndarray:
-    """(alpha gain, tau gain) of sums (tokens, accepted by ours, by the baseline, blocks of ours, of the baseline)."""
-    tokens, accepted, accepted_base, blocks, blocks_base = np.moveaxis(sums_C, -1, 0)
-    return np.stack(((accepted - accepted_base) / tokens, tokens / blocks - tokens / blocks_base), -1)
-
-
 def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> float:
     """Standard error of a ratio of sums, from its residuals numerator - ratio * denominator: the delta method."""
     if len(residuals_P) < 2:
@@ -211,13 +174,9 @@ def _standard_error(residuals_P: np.ndarray, denominators_P: np.ndarray) -> floa
     return float(np.std(residuals_P, ddof=1) / denominators_P.mean() / np.sqrt(len(residuals_P)))
 
 
-def standard_errors(sums_PC: np.ndarray) -> tuple[float, float]:
-    """Standard errors of the two gains, by linearising each ratio in its sums."""
-    tokens_P, accepted_P, accepted_base_P, blocks_P, blocks_base_P = sums_PC.T
-    tokens = tokens_P.sum()
+def _alpha_error(tokens_P: np.ndarray, accepted_P: np.ndarray, accepted_base_P: np.ndarray) -> float:
     gain_P = accepted_P - accepted_base_P
-    alpha_P = gain_P - tokens_P * gain_P.sum() / tokens
-    return _standard_error(alpha_P, tokens_P), _tau_error(tokens_P, blocks_P, blocks_base_P)
+    return _standard_error(gain_P - tokens_P * gain_P.sum() / tokens_P.sum(), tokens_P)
 
 
 def _tau_error(tokens_P: np.ndarray, blocks_P: np.ndarray, blocks_base_P: np.ndarray) -> float:
@@ -252,5 +211,5 @@ def rough_detectable(accept_probs: Sequence[np.ndarray], prompt_keys: Sequence[H
     """
     tokens_P = sum_by_prompt(prompt_keys, np.array([len(probs) for probs in accept_probs]))
     accepted_P = sum_by_prompt(prompt_keys, np.array([probs.sum() for probs in accept_probs]))
-    error = _standard_error(accepted_P - tokens_P * accepted_P.sum() / tokens_P.sum(), tokens_P)
+    error = _alpha_error(tokens_P, accepted_P, np.zeros(len(tokens_P)))
     return _detectable(2.0**0.5 * error, CONFIDENCE) if len(tokens_P) >= fewest_prompts(CONFIDENCE) else None

@@ -17,7 +17,7 @@ from speculative.measure.intervals import Interval, intervals_of_sums, ratio_int
 from speculative.measure.measured import Measured, Waits
 from speculative.measure.record import Record
 from speculative.measure.replay import expected_blocks_of, survival_of
-from speculative.measure.token_scores import TokenScores, scored_gammas
+from speculative.measure.token_scores import TokenScores, accepted_sums, scored_gammas
 from speculative.rules.rule import Rule
 
 MOST_GAMMA = 32  # of curves, and of a draft that is judged
@@ -60,8 +60,8 @@ def rule_curve(
     """The curve of text that this rule may replay; a parallel draft only at gammas it was scored for. Raises UserError without a token."""
     gammas = scored_gammas(scores, gammas)
     tokens_N = np.array([len(text) for text in scores])
-    accepted_N = np.array([text.accept_probs(rule).sum() for text in scores])
-    calls, alpha, alpha_ci = _curve(tokens_N, expected_blocks_of(scores, rule, gammas), prompt_keys, accepted_N)
+    blocks_NK = expected_blocks_of(scores, rule, gammas)
+    calls, alpha, alpha_ci = _curve(tokens_N, blocks_NK, prompt_keys, accepted_sums(scores, rule))
     survival = survival_of(scores, rule, survival_gamma)
     return Curve(**vars(calls), rule=rule.name, gammas=gammas, alpha=alpha, alpha_ci=alpha_ci, survival=survival)
 

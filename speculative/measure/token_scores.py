@@ -82,6 +82,11 @@ class TokenScores:
         return np.exp(self.accept_log_probs(rule))
 
 
+def accepted_sums(scores: Sequence[TokenScores], rule: Rule) -> np.ndarray:
+    """Sums (N,) of the acceptance probabilities of each response."""
+    return np.array([text.accept_probs(rule).sum() for text in scores])
+
+
 def scored_gammas(scores: Sequence[TokenScores], gammas: Iterable[int]) -> list[int]:
     """The gammas that these scores cover: all, or for a parallel draft those up to the scored offsets."""
     most = min((one.by_start.choice_ids.shape[1] for one in scores if one.by_start is not None), default=None)

@@ -23,14 +23,14 @@ from speculative.errors import UserError
 from speculative.evaluate import HeldoutResponse
 from speculative.measure.baseline_replay import found_blocks, found_steps, kept_by_lookup, tuned_lookup
 from speculative.measure.cost import StepCosts, gamma_to_run, given_costs
-from speculative.measure.effects import CallEffects, Certain, Gain, effects_of_calls, paired_effects
+from speculative.measure.effects import CallEffects, Certain, Gain, paired_gains
 from speculative.measure.engine_costs import EngineCosts
 from speculative.measure.intervals import Interval
 from speculative.measure.measured import HELD_OUT, LOOKUP, Measured, Row, Way
 from speculative.measure.metrics import CURVE_GAMMAS, alpha_with_interval, calls_curve, predicted_row
 from speculative.measure.record import Record
 from speculative.measure.replay import Blocks, expected_blocks, survival_of, texts_of
-from speculative.measure.token_scores import TokenScores, scored_gammas
+from speculative.measure.token_scores import TokenScores, accepted_sums, scored_gammas
 from speculative.rules.rule import Rule
 
 # Where nothing was timed the fewest target calls are best.
@@ -297,12 +297,10 @@ def _difference(
 ) -> Difference:
     """What a way gains over the first. The speed-up uses the costs of each. where: the text, and how many comparisons were made on it."""
     text, looks = where
-    sides = []
-    for scored in (ours, first):
-        steps_N1 = scored.steps(rule, (gamma,))
-        sides.append((scored.calls(rule, (gamma,))[:, 0], None if steps_N1 is None else steps_N1[:, 0]))
-    effects = effects_of_calls(keys, first.tokens_N, *sides, looks=looks)
-    if ours.judged is not None and first.judged is not None:
-        paired = paired_effects(ours.judged, first.judged, keys, rule=rule, gamma=gamma, looks=looks)
-        return Difference(way=ours.name, text=text, **dict(paired) | {"speed_up": effects.speed_up})
-    return Difference(way=ours.name, text=text, alpha=None, certain=None, **dict(effects))
+    pairs = {"tau": [scored.calls(rule, (gamma,))[:, 0] for scored in (ours, first)]}
+    timed = [steps_N1[:, 0] for scored in (ours, first) if (steps_N1 := scored.steps(rule, (gamma,))) is not None]
+    pairs |= {"speed_up": timed} if len(timed) == 2 else {}
+    judged = [scored.judged for scored in (ours, first) if scored.judged is not None]
+    pairs |= {"alpha": [accepted_sums(scores, rule) for scores in judged]} if len(judged) == 2 else {}
+    gains = {"alpha": None, "certain": None} | paired_gains(keys, first.tokens_N, pairs, looks)
+    return Difference(way=ours.name, text=text, **gains)

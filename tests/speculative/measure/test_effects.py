@@ -8,12 +8,13 @@ import pytest
 from scipy import stats
 
 from speculative.measure.effects import (
+    CallEffects,
     Detectable,
+    Effects,
     Gain,
-    effects_of_calls,
-    effects_of_sums,
     fewest_prompts,
     paired_effects,
+    paired_gains,
     rough_detectable,
     too_few,
     words,
@@ -38,6 +39,12 @@ def scores_of(texts=40, shift=0.0, seed=0):
 
 BASELINE, BETTER = scores_of(), scores_of(shift=0.2)
 KEYS = [f"prompt {index // 2}" for index in range(40)]
+
+
+def effects_of_sums(keys, tokens, ours, baseline, looks=1):
+    """Of (accepted tokens, blocks) of each draft."""
+    accepted, blocks = zip(ours, baseline, strict=True)
+    return Effects(**paired_gains(keys, tokens, {"alpha": accepted, "tau": blocks}, looks))
 
 
 @pytest.mark.parametrize("rule", ["sample", "block", "greedy-draft"])
@@ -195,22 +202,23 @@ def test_a_single_draft_bounds_what_a_pair_will_see():
     assert rough_detectable(accept_probs[:12], KEYS[:12]) > bound
 
 
-def test_effects_of_calls_are_those_of_sums_without_alpha():
+def test_gains_without_alpha_are_those_with_it():
     rng = np.random.default_rng(1)
     tokens, accepted = rng.integers(20, 60, 20), rng.uniform(5, 20, 20)
     blocks, faster = rng.uniform(10, 20, 20), rng.uniform(8, 16, 20)
     known = effects_of_sums(range(20), tokens, (accepted, faster), (accepted, blocks), looks=3)
-    found = effects_of_calls(range(20), tokens, (faster, faster * 1.6), (blocks, blocks * 1.6), looks=3)
+    pairs = {"tau": (faster, blocks), "speed_up": (faster * 1.6, blocks * 1.6)}
+    found = CallEffects(**paired_gains(range(20), tokens, pairs, looks=3))
     assert found.minimal_detectable.alpha is None
     for key in ("gain", "ci"):
         assert getattr(found.tau, key) == pytest.approx(getattr(known.tau, key))
         # At one price the speed-up is tau, scaled.
         assert getattr(found.speed_up, key) == pytest.approx(np.array(getattr(known.tau, key)) / 1.6)
-    dearer = effects_of_calls(range(20), tokens, (faster, faster * 2.5), (blocks, blocks * 1.4)).speed_up
+    dearer = paired_gains(range(20), tokens, pairs | {"speed_up": (faster * 2.5, blocks * 1.4)})["speed_up"]
     assert dearer.gain == pytest.approx(tokens.sum() / (faster.sum() * 2.5) - tokens.sum() / (blocks.sum() * 1.4))
     same = ("confidence", "looks", "corrected_confidence", "method", "prompts", "tokens", "certain_tau")
     assert [getattr(found, key) for key in same] == [getattr(known, key) for key in same]
     assert found.minimal_detectable.tau == pytest.approx(known.minimal_detectable.tau)
-    assert effects_of_calls(range(20), tokens, (faster, None), (blocks, None)).speed_up is None
+    assert paired_gains(range(20), tokens, {"tau": (faster, blocks)})["speed_up"] is None
     with pytest.raises(ValueError, match="no response has a token"):
-        effects_of_calls([], np.zeros(0), (np.zeros(0), None), (np.zeros(0), None))
+        paired_gains([], np.zeros(0), {"tau": (np.zeros(0), np.zeros(0))})
