@@ -354,11 +354,7 @@ def decode_heldout(
     target: PreTrainedModel, prompts: Sequence[Prompt], settings: DecodeSettings, domain: str, batch_size: int = 16
 ) -> list[HeldoutResponse]:
     """Decode the target alone; its responses are the held-out responses to judge drafts on."""
-    return as_heldout(decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)[0], domain)
-
-
-def as_heldout(responses: Sequence[Response], domain: str) -> list[HeldoutResponse]:
-    """Responses of the target alone as held-out responses."""
+    responses, _ = decode(target, None, prompts, replace(settings, gamma=0), batch_size=batch_size)
     return [
         HeldoutResponse(text.key, domain, text.prompt_ids, text.response_ids, text.log_target_probs)
         for text in responses

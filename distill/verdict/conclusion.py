@@ -35,7 +35,7 @@ from distill.verdict.evidence import Evidence, gather, gather_by_replay, with_sp
 from distill.verdict.judging_setup import JudgingSetup
 from distill.verdict.scored_drafts import score_and_time
 from distill.verdict.token_view import spread_over, token_view
-from distill.verdict.verdict import looks_of, training_row, verdict_of
+from distill.verdict.verdict import training_row, verdict_of
 from speculative.drafters.draft import Draft
 from speculative.evaluate import Judgement
 from speculative.explain.disagreements import disagreements
@@ -89,7 +89,7 @@ def result_of(data: RunData, self_checks: dict[str, Any], decoding: Decoding) ->
         data.heldout,
         data.context,
         data.past(config.judge_rule),
-        looks=looks_of(records),
+        looks=max(1, len(records) - 1),  # the best one was picked from all but step 0
         decoding=decoding,
     )
     with target.loaded() if live else nullcontext() as model:

@@ -15,9 +15,6 @@ from speculative.explain.target_view import top_tokens
 from speculative.explain.token_class import token_pieces, token_text
 from speculative.measure.token_scores import score_tokens
 
-DRAFT: Writer = "draft"
-TARGET: Writer = "target"
-BONUS: Writer = "bonus"
 LONGEST_PROMPT = 1200  # characters of a prompt that are shown
 
 
@@ -29,8 +26,8 @@ def writers(response: Response) -> list[tuple[Writer, int]]:
     """
     tokens: list[tuple[Writer, int]] = []
     for block, (drafted, accepted) in enumerate(zip(response.drafted_counts, response.accepted_counts, strict=True)):
-        tokens += [(DRAFT, block)] * accepted
-        tokens.append((BONUS if accepted == drafted else TARGET, block))
+        tokens += [("draft", block)] * accepted
+        tokens.append(("bonus" if accepted == drafted else "target", block))
     # The end token or the budget cut the last block.
     return tokens[: len(response.response_ids)]
 

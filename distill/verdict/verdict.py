@@ -164,11 +164,6 @@ def with_gains(records: Sequence[Judgement], keys: Sequence[Any]) -> list[Judgem
     return judgements
 
 
-def looks_of(checkpoints: Sequence[Judgement]) -> int:
-    """Number of drafts that the best one was picked from: one per checkpoint."""
-    return max(1, len(checkpoints) - 1)
-
-
 def judged_rows(evidence: Evidence) -> list[Measured]:
     """Every draft at the judged gamma, on the held-out text and on its domains."""
     rows = []
@@ -221,7 +216,7 @@ def _effects(evidence: Evidence, against: str) -> Effects | None:
     if all(one.name != against for one in evidence.drafts):
         return None
     setup, ours = evidence.setup, evidence.own_scores(evidence.best.name)
-    return effects_of(setup, ours, evidence.own_scores(against), setup.keys, setup.looks)
+    return effects_of(setup, ours, evidence.own_scores(against), setup.looks)
 
 
 def _lighter(evidence: Evidence) -> list[str]:
@@ -230,16 +225,14 @@ def _lighter(evidence: Evidence) -> list[str]:
     sentences = []
     for one in evidence.others:
         if one.name not in WAYS.values():
-            change = effects_of(setup, evidence.own_scores(one.name), ours, setup.keys, 1).alpha
+            change = effects_of(setup, evidence.own_scores(one.name), ours, 1).alpha
             sentences.append(f"The {one.name} changes alpha by {change:+.4f} compared with the unquantized draft.")
     return sentences
 
 
-def effects_of(
-    setup: JudgingSetup, ours: Sequence[TokenScores], other: Sequence[TokenScores], keys: Sequence[Any], looks: int
-) -> Effects:
-    """The paired gain of one draft over another on the same text, widened for the looks."""
-    return paired_effects(ours, other, keys, rule=setup.rule, gamma=setup.gamma, looks=looks)
+def effects_of(setup: JudgingSetup, ours: Sequence[TokenScores], other: Sequence[TokenScores], looks: int) -> Effects:
+    """The paired gain of one draft over another on the held-out text, widened for the looks."""
+    return paired_effects(ours, other, setup.keys, rule=setup.rule, gamma=setup.gamma, looks=looks)
 
 
 def _roofline(curve: LoadCurve) -> Roofline:
