@@ -114,12 +114,6 @@ def read_manifest(folder: Path) -> Manifest:
     return content
 
 
-def require_manifest(folder: Path, wanted: Manifest, remedy: str) -> None:
-    """Raise UserError if a folder's manifest differs from ``wanted``; the message has the first difference and the remedy."""
-    if said := other_key(read_manifest(folder), json.loads(json.dumps(wanted))):
-        raise UserError(f"{folder}: {said}; {remedy}")
-
-
 def other_key(found: Manifest, wanted: Manifest) -> str:
     """The first key that differs in two manifests, with both values, as a phrase; empty if they are equal."""
     # `format` first: with another format, other keys differ too.

@@ -38,11 +38,6 @@ def library_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def is_heldout(module: str) -> bool:
-    """Whether a module path such as ``zipfile/_path.py`` belongs to the held-out set."""
-    return module.split("/")[0].removesuffix(".py") in HELDOUT_MODULES
-
-
 def modules(heldout: bool) -> Iterator[tuple[str, str]]:
     """(path under the library, source text) of each module of one side, sorted, without files that are not UTF-8 or do not parse."""
     for name, source in _sources(heldout):
@@ -60,7 +55,8 @@ def _sources(heldout: bool) -> Iterator[tuple[str, str]]:
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        if name in EXCLUDED_MODULES or name.startswith(EXCLUDED_PREFIXES) or is_heldout(name) != heldout:
+        is_heldout = name.split("/")[0].removesuffix(".py") in HELDOUT_MODULES
+        if name in EXCLUDED_MODULES or name.startswith(EXCLUDED_PREFIXES) or is_heldout != heldout:
             continue
         with contextlib.suppress(UnicodeDecodeError, OSError):
             if (source := path.read_text(encoding="utf-8")).strip():

@@ -113,10 +113,6 @@ class EndpointTarget:
                 f"{self.endpoint.url}: {self.model} splits text into other tokens than the tokenizer of {self.label} "
                 f"({theirs[:6]}... and {ours[:6]}...); set {self.label} to the directory or hub id of the served model"
             )
-        self._recognise()
-
-    def _recognise(self) -> None:
-        """Refuse another model than the one that answered before."""
         if self.record is not None:
             says = [self.next_token(text) for text in TEXTS]
             recognise(self.record, ServerIdentity(model=self.model, root=self._root, next=says), self.endpoint.url)
@@ -349,12 +345,12 @@ def _log_probs_of(choice: Choice) -> list[float]:
 
 def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:
     """Sampling options of a request, which also asks for token ids. The seed is made from the settings' seed and ``key``."""
-    sampling = settings.sampling
+    sampling, digest = settings.sampling, hashlib.sha256(f"{settings.seed}\x00{key}".encode()).digest()
     return {
         "max_tokens": settings.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "seed": request_seed(settings.seed, key),
+        "seed": int.from_bytes(digest[:4], "big") >> 1,  # 31 bits
         # The server would take missing options from the model's generation_config.json.
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
@@ -366,8 +362,3 @@ def request_of(settings: DecodeSettings, key: str) -> dict[str, object]:
         "spaces_between_special_tokens": False,
         "return_token_ids": True,
     }
-
-
-def request_seed(seed: int, key: str) -> int:
-    """31 bits of the SHA-256 of both."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\x00{key}".encode()).digest()[:4], "big") >> 1

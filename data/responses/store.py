@@ -10,6 +10,7 @@ number, so a store can grow when prompts are added.
 """
 
 import hashlib
+import json
 import operator
 import os
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import pyarrow.compute as pc
 
 from data.batches.collate import Example
 from data.batches.examples import Examples, example_key
-from data.files import MANIFEST, Manifest, read_manifest, require_manifest, write_bytes, write_manifest, writing
+from data.files import MANIFEST, Manifest, other_key, read_manifest, write_bytes, write_manifest, writing
 from data.shards import Shards, lists_of
 from speculative.errors import UserError
 
@@ -139,8 +140,10 @@ class Store:
     def open(self, manifest: Manifest) -> None:
         """Create the store or accept one with this manifest; UserError with the first key that differs, or for a disk that is full."""
         if (self.folder / MANIFEST).exists():
-            remedy = "give the run another name, or delete that folder to make its responses again"
-            return require_manifest(self.folder, manifest, remedy)
+            if said := other_key(self.manifest(), json.loads(json.dumps(manifest))):
+                remedy = "give the run another name, or delete that folder to make its responses again"
+                raise UserError(f"{self.folder}: {said}; {remedy}")
+            return
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_manifest(self.folder, manifest)
