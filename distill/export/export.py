@@ -28,7 +28,7 @@ from distill.export.quantize import quantize_draft
 from distill.models.draft import cast_weights
 from distill.models.load import ADAPTER_FILE, base_of_adapter, public_name, resolve, saved_dtype, without_folders
 from distill.models.student import check_saved
-from distill.models.target import TargetSide, load_target_side
+from distill.models.target import TargetSide, dtype_name, load_target_side
 from distill.models.text_model import PROBE_TOKENS
 from distill.models.vocabulary import VocabularyAgreement, role_ids, tokenizer_differences, vocabulary_rows
 from distill.report.measured import engine_parts
@@ -91,7 +91,7 @@ def export_draft(
     draft_record = {
         "name": path.name,
         "rows": vocabulary_rows(student.model.config),
-        "dtype": _dtype_name(export_dtype),
+        "dtype": dtype_name(export_dtype),
         "quantised": run.quantize,
         "parameters": parameters,
     }
@@ -126,7 +126,7 @@ def export_draft(
         raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
         path=path,
-        dtype=_dtype_name(export_dtype),
+        dtype=dtype_name(export_dtype),
         parameters=parameters,
         gamma=plan.gamma,
         gain=plan.gain,
@@ -143,7 +143,7 @@ def _target_record(run: RunFacts, side: TargetSide) -> dict[str, Any]:
     return {
         "name": public_name(run.target),
         "rows": vocabulary_rows(side.config),
-        "dtype": _dtype_name(saved_dtype(side.config)),
+        "dtype": dtype_name(saved_dtype(side.config)),
         "quantised": getattr(side.config, "quantization_config", None) is not None,
     }
 
@@ -183,7 +183,7 @@ def check_exported(directory: Path, model: Any, tokenizer: Any, trust_remote_cod
     differing = tokenizer_differences(tokenizer, loaded_tokenizer)
     if differing or loaded_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise RuntimeError(f"{directory}: its tokenizer differs from the target's: {differing or 'vocabulary'}")
-    dtype = _dtype_name(loaded.dtype)
+    dtype = dtype_name(loaded.dtype)
     return [f"the export was reloaded, and its logits of {PROBE_TOKENS} tokens are equal in {dtype}"]
 
 
@@ -239,10 +239,6 @@ def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> list[
     for name, text in texts.items():
         (working / name).write_text(text, encoding="utf-8")
     return files
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:

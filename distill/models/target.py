@@ -120,8 +120,8 @@ class Target:
                 "one process (`understudy respond`), then train on several from signal.source: store with judge.live: never"
             )
         model = load_model(self._what, self.config.path, dtype=dtype, device=device, device_map=spread, **self._how)
-        facts = self._facts
-        if facts is not None and (self._fingerprint(model), _name(model.dtype)) != (facts.fingerprint, facts.dtype):
+        known = (self._facts.fingerprint, self._facts.dtype) if self._facts is not None else None
+        if known is not None and known != (self._fingerprint(model), dtype_name(model.dtype)):
             raise UserError(
                 f"{self.config.path}: its weights, config or dtype differ from those in {self._run}/{TARGET_FACTS}; give the run "
                 "another name, or delete its folder"
@@ -168,8 +168,8 @@ class Target:
             path=self.config.path,
             revision=self.config.revision,
             fingerprint=fingerprint,
-            dtype=_name(dtype),
-            saved_dtype=_name(saved_dtype(self.side.config)),
+            dtype=dtype_name(dtype),
+            saved_dtype=dtype_name(saved_dtype(self.side.config)),
             eos_ids=end_token_ids(side, self.tokenizer),
             context_length=max_positions(side.config),
             vocab_rows=vocabulary_rows(side.config),
@@ -183,7 +183,7 @@ class Target:
         logits_BTV = model(input_ids=ids_BT).logits
         if not (logits_BTV < torch.inf).all() or (logits_BTV == -torch.inf).all(-1).any():
             raise UserError(
-                f"{self._what} {self.config.path!r}: its logits in {_name(model.dtype)} are not numbers; its weights are damaged, "
+                f"{self._what} {self.config.path!r}: its logits in {dtype_name(model.dtype)} are not numbers; its weights are damaged, "
                 "or too large for that dtype (target.dtype: float32 is the widest)"
             )
 
@@ -232,7 +232,8 @@ class Target:
         return None
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
