@@ -5,7 +5,6 @@ Counts as read in 0.32, docs/features/speculative_decoding/acceptance_metrics.md
 """
 
 import time
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from distill.engines.protocol.counters import PREFIX, named_counters, names_like_vllm
@@ -32,14 +31,8 @@ ALWAYS_TIED = ("cohere", "cohere2", "gemma2")
 _START = time.time_ns()
 
 
-def rerouted_word(path: str | PurePath) -> str | None:
-    """Return the word in `path` that makes vLLM select another speculation method, or None."""
-    lowered = str(path).lower()
-    return next((word for word in REROUTED_WORDS if word in lowered), None)
-
-
 def _path_fault(path: str) -> str:
-    word = rerouted_word(path)
+    word = next((word for word in REROUTED_WORDS if word in path.lower()), None)
     return f"vLLM selects another speculation method for a path with {word!r} in it" if word else ""
 
 

@@ -64,11 +64,11 @@ class EngineFacts:
     target: str  # hub id or directory
     draft: str  # the exported directory
     gamma: int
-    target_rows: int
-    draft_rows: int
-    first_difference: TokenDifference | None  # over all ids of `get_vocab()`
-    first_difference_from_5: TokenDifference | None
-    target_quantised: bool
+    target_rows: int = 0
+    draft_rows: int = 0
+    first_difference: TokenDifference | None = None  # over all ids of `get_vocab()`
+    first_difference_from_5: TokenDifference | None = None
+    target_quantised: bool = False
     draft_quantised: bool = False
     pre_tokenizer: str | None = None  # llama.cpp's name for the target's pre-tokenizer
     draft_context: int | None = None  # tokens; None if it is not shorter than the target's

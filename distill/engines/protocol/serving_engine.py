@@ -37,11 +37,6 @@ def for_engine(config: RunConfig) -> RunConfig:
         target=config.target.path,
         draft=str(config.folder / EXPORT),
         gamma=config.judge.gamma,
-        target_rows=0,
-        draft_rows=0,
-        first_difference=None,
-        first_difference_from_5=None,
-        target_quantised=False,
         draft_quantised=config.export.quantize is not None,
         sampling=sampling,
     )
