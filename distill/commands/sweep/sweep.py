@@ -23,7 +23,7 @@ from rich.console import Console
 
 from data.files import MANIFEST, write_json
 from distill.commands.sweep.doubling import forecasts
-from distill.commands.sweep.frontier import frontier_table, plot_frontier, points_of, recommended
+from distill.commands.sweep.frontier import SizeAndSpeed, frontier_table, plot_frontier, points_of, recommended
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Combination, measured_of, summarise, sweep_table
@@ -61,7 +61,7 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Com
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
     command = shlex.split(options.launcher) or [sys.executable]
     with terminated_as_interrupted():
-        rows, foretold = _report(folder, sweep, trials, errors)
+        report = _report(folder, sweep, trials, errors)
         for number, trial in enumerate(trials, start=1):
             if finished(trial):
                 continue
@@ -72,11 +72,11 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Com
                 errors[trial.config.name] = str(failed)
                 console.print(f"    failed: {failed}", style="red", highlight=False, markup=False)
             finally:
-                rows, foretold = _report(folder, sweep, trials, errors)
+                report = _report(folder, sweep, trials, errors)
+    rows, points, foretold = report
     console.print(sweep_table(sweep, rows))
     for sentence in foretold:
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    points = points_of(rows, trials, sweep.price_per_hour)
     if (found := recommended(points)) is not None:
         console.print(frontier_table(points))
         console.print(found[1], highlight=False, markup=False, soft_wrap=True)
@@ -102,7 +102,7 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
         trials = [*trials, Trial({}, (), for_engine(load_config(sweep.base)))]
     with held:
         shared = share_stores(trial, [other for other in trials if other is not trial])
-    console.print(f", with the {' and '.join(shared)} of an earlier run" if shared else "", highlight=False)
+    console.print(", with the responses of an earlier run" if shared else "", highlight=False)
     started = time.perf_counter()
     train_apart(trial.config, [sweep.base, *trial.overrides], log, command, group=sweep.name)
     row = Combination({}, [], [], 1, 0, measured_of(trial))
@@ -112,25 +112,23 @@ def _train(sweep: SweepFile, trials: Sequence[Trial], trial: Trial, command: Seq
 
 def _report(
     folder: Path, sweep: SweepFile, trials: Sequence[Trial], errors: dict[str, str]
-) -> tuple[list[Combination], list[str]]:
-    """The rows of the finished trials, and forecasts for more prompts. They are also written to sweep.json."""
-    found = {trial.config.name: measured_of(trial) for trial in trials if finished(trial)}
-    rows = summarise(sweep, trials, found)
+) -> tuple[list[Combination], list[SizeAndSpeed], list[str]]:
+    """Rows and points of the finished trials, and forecasts for more prompts. They are also written to sweep.json."""
+    rows = summarise(sweep, trials, {trial.config.name: measured_of(trial) for trial in trials if finished(trial)})
+    points, foretold = points_of(rows, trials, sweep.price_per_hour), list(forecasts(trials))
     told = [vars(row) | {"measured": [one.record() for one in row.measured]} for row in rows]
-    points = [vars(point) for point in points_of(rows, trials, sweep.price_per_hour)]
-    foretold = list(forecasts(trials))
-    result = {"rows": told, "points": points, "forecasts": foretold, "failed": errors}
+    result = {"rows": told, "points": list(map(vars, points)), "forecasts": foretold, "failed": errors}
     write_json(folder / "sweep.json", {"format": 2, **sweep.model_dump(mode="json"), **result})
-    return rows, foretold
+    return rows, points, foretold
 
 
-def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
-    """Give a run the responses, and the teacher's signal next to them, of runs that would have made the same ones.
+def share_stores(trial: Trial, others: Sequence[Trial]) -> bool:
+    """Give a run the responses, and the teacher's signal next to them, of runs that would have made the same ones; whether there are some.
 
-    Returns the names of these stores. Finished shards never change, so they are linked, or copied if the disk cannot link. The run itself
-    makes what is still missing, in new files.
+    Finished shards never change, so they are linked, or copied if the disk cannot link. The run itself makes what is still missing, in
+    new files.
     """
-    shared, folder = [], trial.config.folder
+    shared, folder = False, trial.config.folder
     for other in (one.config.folder for one in others if one.answers_key == trial.answers_key):
         for store in sorted((other / RESPONSES).glob("*")):
             to = folder / store.relative_to(other)
@@ -141,12 +139,12 @@ def share_stores(trial: Trial, others: Sequence[Trial]) -> list[str]:
                 hidden = shutil.ignore_patterns(".*")
                 shutil.copytree(store, temporary, ignore=hidden, copy_function=_link_or_copy)
                 os.replace(temporary, to)
-                shared.append(RESPONSES)
+                shared = True
                 # Prompts rendered on another day can differ, and so can a model under the same name.
                 for name in (DAY, SERVER_IDENTITY):
                     if store.with_name(name).exists():
                         shutil.copyfile(store.with_name(name), to.with_name(name))
-    return list(dict.fromkeys(shared))
+    return shared
 
 
 def _link_or_copy(file: str, to: str) -> None:
