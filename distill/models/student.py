@@ -101,11 +101,9 @@ def refuse_impossible(student: StudentConfig, target_config: Any = None) -> None
             raise UserError(f"student.{key} needs student.init: {init}, but this run has init: {student.init}")
     if target_config is not None:
         text = target_config.get_text_config()
-        for key, size, there, wanted in (
-            ("intermediate_size", student.intermediate_size, getattr(text, "intermediate_size", None), True),
-        ):
-            if wanted and size is not None and isinstance(there, int) and size > there:
-                raise UserError(f"student.{key} = {size}: the target has {there}")
+        size, there = student.intermediate_size, getattr(text, "intermediate_size", None)
+        if size is not None and isinstance(there, int) and size > there:
+            raise UserError(f"student.intermediate_size = {size}: the target has {there}")
         if student.init == "carved" and student.lora is not None and "lm_head" in student.lora.target_modules:
             refuse_tied(text, student.lora.target_modules)
 

@@ -23,14 +23,6 @@ OWN_STYLE = "bold yellow"
 PROMPT_LINES, SHOWN_RESPONSES = 6, 3
 
 
-def print_money(console: Console, verdict: Verdict, prices: Prices) -> None:
-    """Print the cost of tokens and responses at these prices."""
-    if table := money_table(verdict, prices):
-        console.print(table)
-    for line in money_lines(verdict, prices):
-        console.print(Text(line))
-
-
 def judgement_table(title: str, judgement: Judgement) -> Table:
     """Numbers of one draft: overall and by domain."""
     table = Table(
@@ -84,7 +76,10 @@ def show_run(run: Path, prices: Prices | None = None) -> None:
     completions = [marked_completion(seen) for seen in view.responses[:SHOWN_RESPONSES]] if view else []
     last_screen(console, run, verdict, completions, run / EXPORT if (run / EXPORT).exists() else None)
     if prices is not None:
-        print_money(console, verdict, prices)
+        if table := money_table(verdict, prices):
+            console.print(table)
+        for line in money_lines(verdict, prices):
+            console.print(Text(line))
 
 
 def last_screen(

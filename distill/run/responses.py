@@ -218,6 +218,7 @@ class RunData:
     def _make(
         self, name: str, prompts: Sequence[RenderedPrompt], settings: DecodeSettings, samples: int, select: bool = True
     ) -> StoredRows:
+        """The plan's rows, checked and in its order. With ``select`` the main process stores that order for all ranks."""
         store, manifest, run = Store(self.folder / name), self.manifest(settings), self.run
         plan = ResponsePlan(prompts, samples, self.run.config.serving.shard_size, run.rank, run.ranks)
 
@@ -235,7 +236,13 @@ class RunData:
             run.wait()
             if run.main:
                 run.await_seen(lambda: bool(store.present(plan.keys).all()), store.folder)
-        return self._in_order(store, plan, select)
+        if select:
+            run.once(store.folder / INDEX, lambda: store.select(plan.keys, plan.domains()))
+        rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
+        run.await_seen(lambda: all(path.exists() for path in rows.files), store.folder)
+        tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
+        check_learnable(len(rows), tokens, learned, str(store.folder))
+        return rows
 
     def _served(self, store: Store, plan: ResponsePlan, settings: DecodeSettings) -> None:
         """Let the servers answer, after a comparison of each with the local weights if there are some."""
@@ -250,16 +257,6 @@ class RunData:
         stored = config.signal.source != "online" and store.folder.name == TRAINING
         size = bytes_per_token(config.signal.k, facts.vocab_rows) if stored else 0.0
         servers.respond(store, plan, settings, signal_bytes=size)
-
-    def _in_order(self, store: Store, plan: ResponsePlan, select: bool = True) -> StoredRows:
-        """The plan's rows, checked and in its order. With ``select`` the main process stores that order for all ranks."""
-        if select:
-            self.run.once(store.folder / INDEX, lambda: store.select(plan.keys, plan.domains()))
-        rows = store.rows() if select else store.chosen(plan.keys, plan.domains())
-        self.run.await_seen(lambda: all(path.exists() for path in rows.files), store.folder)
-        tokens, learned = int(rows.tokens_N.sum()), int(rows.response_tokens_N.sum())
-        check_learnable(len(rows), tokens, learned, str(store.folder))
-        return rows
 
 
 def heldout_responses(rows: Sequence[Row]) -> list[HeldoutResponse]:

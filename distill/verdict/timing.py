@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from distill.verdict.judging_setup import JudgingSetup
-from speculative.decoder.responses import Prompt
 from speculative.errors import UserError
+from speculative.evaluate import one_per_prompt
 from speculative.measure.effects import fewest_prompts
 from speculative.measure.intervals import Interval, lower_share, ratio_interval, sum_by_prompt
 from speculative.measure.measured import LOOKUP_DRAFT, TARGET, How, Measured, Way
@@ -219,7 +219,9 @@ def time_ways(
         return worth_timing(estimates(samples), [way.name for way in ways], about)
 
     if load == 1:
-        chosen = _prompts_to_time(setup)
+        texts = one_per_prompt(setup.heldout)[::-1]
+        order = spread_order(len(texts))[: setup.judge.speed_prompts]
+        chosen = [(texts[index].key, texts[index].prompt_ids) for index in order]
         samples, refused = sample_ways(
             target,
             ways,
@@ -238,13 +240,6 @@ def time_ways(
     timed = tuple(way for way in ways if way.name in samples)
     warnings = tuple(f"{name} at judge.load {load} was not measured: {error}" for name, error in refused.items())
     return Timing(setup, load, timed, samples, estimates(samples), frozenset(picked), warnings=warnings)
-
-
-def _prompts_to_time(setup: JudgingSetup) -> list[Prompt]:
-    """judge.speed_prompts of the held-out prompts, spread over all."""
-    first_of_prompt = list({text.prompt: text for text in reversed(setup.heldout)}.values())[::-1]
-    chosen = [first_of_prompt[index] for index in spread_order(len(first_of_prompt))]
-    return [(text.key, text.prompt_ids) for text in chosen[: setup.judge.speed_prompts]]
 
 
 def worth_timing(estimates: SpeedEstimates, names: Sequence[str], about: str) -> list[str]:

@@ -75,10 +75,8 @@ class Replayer:
     """Draft scores of the served text and of the run's own, from the second token on, for one way of drafting."""
 
     def __init__(self, draft: Draft, replies: Replies, fit: TextFit | None, most_gamma: int = 1) -> None:
-        """Score both texts. ``fit``: the target's probabilities of the served text, if known. ``most_gamma``: the
-        largest gamma of interest.
-        """
-        self.draft, self.replies, self.fit, self.most_gamma = draft, replies, fit, most_gamma
+        """Score both texts up to ``most_gamma``. ``fit``: the target's probabilities of the served text, if known."""
+        self.draft, self.replies, self.fit = draft, replies, fit
         sampling, texts = replies.settings.sampling, served_texts(replies, fit)
         offsets = draft.offsets(most_gamma, least=most_gamma)
         own = [after_prefill(text) for text in replies.texts]
