@@ -11,7 +11,7 @@ from distill.config.command_line import CheckPairOptions
 from distill.config.layout import ADAPTER, CONFIG, run_of
 from distill.config.load import load_trusted
 from distill.engines.protocol.engine import known_engines
-from distill.export.check import OutsideCheck, outside_check
+from distill.export.check import outside_check
 from distill.export.export import ExportReport, export_draft
 from distill.export.facts import read_run
 from distill.export.hub import check_repository, upload, write_responses
@@ -74,10 +74,16 @@ def check_export(options: ExportOptions, exported: Path) -> int:
     config = load_trusted(run / CONFIG, options.trust_remote_code)
     gamma = read_export(exported)[1].gamma
     with open_pair(config, str(exported), CHECKED_PROMPTS) as pair:
-        found = outside_check(pair, exported, gamma)
+        compared = outside_check(pair, exported, gamma)
     broken, notes = check_pair(config.target.path, str(exported), trusted=config.target.trust_remote_code)
-    print(*outside_check_lines(found, gamma), *broken, *notes, sep="\n")
-    return 0 if found.agrees else 1
+    theirs, (low, high) = compared.theirs, compared.tau_ci
+    lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
+    lines += [f"first difference: {theirs.first_difference}"] if theirs.first_difference else []
+    lines.append(
+        f"tau at gamma {gamma}: transformers {theirs.tau:.3f}, ours {compared.tau:.3f} [{low:.3f}, {high:.3f}]"
+    )
+    print(*lines, *broken, *notes, sep="\n")
+    return 0 if compared.agrees else 1
 
 
 def check_pair_command(options: CheckPairOptions) -> int:
@@ -107,12 +113,4 @@ def export_lines(report: ExportReport) -> list[str]:
         lines.extend(f"warning: {engine.engine} {engine.version}: {warning}" for warning in engine.warnings)
     lines.extend(f"warning: {warning}" for warning in report.warnings)
     lines.append(f"how to serve it: {report.path / 'SERVING.md'}")
-    return lines
-
-
-def outside_check_lines(found: OutsideCheck, gamma: int) -> list[str]:
-    theirs, (low, high) = found.theirs, found.tau_ci
-    lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
-    lines += [f"first difference: {theirs.first_difference}"] if theirs.first_difference else []
-    lines.append(f"tau at gamma {gamma}: transformers {theirs.tau:.3f}, ours {found.tau:.3f} [{low:.3f}, {high:.3f}]")
     return lines

@@ -89,7 +89,9 @@ class ResponseIndex:
         rows_R1 = np.arange(len(lengths_R))[:, None]
         back_K = np.arange(1, self.max_ngram + 1)
         last_RK = tokens_RC[rows_R1, np.maximum(lengths_R[:, None] - back_K, 0)]
-        keys_RK = _hashes(last_RK)[:, self.min_ngram - 1 :]
+        # Hashes of the last 1, 2, .. K tokens, from the last one backwards.
+        hashes_RK = np.cumsum((last_RK + 1).astype(np.uint64) * _powers(self.max_ngram), axis=1, dtype=np.uint64)
+        keys_RK = hashes_RK[:, self.min_ngram - 1 :]
         places_RK = np.minimum(np.searchsorted(self.hashes_M, keys_RK), len(self.hashes_M) - 1)
         found_RK = (self.hashes_M[places_RK] == keys_RK) & (lengths_R[:, None] >= back_K[self.min_ngram - 1 :])
         # Whatever has a longer match has every shorter one, so the first miss ends the search.
@@ -140,11 +142,6 @@ class PastResponses(Drafter):
 
 def _powers(count: int) -> np.ndarray:
     return np.array([pow(MULTIPLIER, place, 2**64) for place in range(1, count + 1)], dtype=np.uint64)
-
-
-def _hashes(last_RK: np.ndarray) -> np.ndarray:
-    """Hashes (R, K) of the last 1, 2, .. K tokens, given from the last one backwards."""
-    return np.cumsum((last_RK + 1).astype(np.uint64) * _powers(last_RK.shape[1]), axis=1, dtype=np.uint64)
 
 
 def _index(tokens_N: np.ndarray, vocab_size: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, np.ndarray]:

@@ -93,7 +93,7 @@ def texts_kept(accept_probs: Sequence[np.ndarray]) -> list[TextCosts]:
 class _Group(NamedTuple):
     """Responses padded to one length, with room for a block of `width` tokens after the last, and the requested gammas.
 
-    costs: (T, N), or for a parallel draft (T, N, J) by start and offset; see `_steps_JN`.
+    costs: (T, N), or for a parallel draft (T, N, J) by start and offset.
     """
 
     rows: list[int]
@@ -141,18 +141,14 @@ def _groups(texts: Sequence[TextCosts], gammas: Sequence[int], sure_gammas: Sequ
         yield _Group(rows, costs, sure_TN, lengths_N, *both, width, texts[0].lossless)
 
 
-def _steps_JN(table: np.ndarray, start: int, width: int) -> np.ndarray:
-    """Table entries of the first `width` tokens of the blocks that start at token `start`."""
-    return table[start : start + width] if table.ndim == 2 else table[start, :, :width].T
-
-
 def _kept_NJ1(group: _Group, start: int) -> np.ndarray:
     """P(k >= j | text), j = 0..width, of a block that starts at token `start`; the law at the top of this file."""
-    steps_JN = _steps_JN(group.costs, start, group.width)
+    costs, width = group.costs, group.width
+    steps_JN = costs[start : start + width] if costs.ndim == 2 else costs[start, :, :width].T
     highest_JN = steps_JN.cumsum(0)
     if group.lossless:
         highest_JN = np.maximum(np.maximum.accumulate(highest_JN, axis=0), 0.0)
-    kept_J1N = np.ones((group.width + 1, steps_JN.shape[1]))
+    kept_J1N = np.ones((width + 1, steps_JN.shape[1]))
     np.exp(-highest_JN, out=kept_J1N[1:])
     return kept_J1N.T
 

@@ -50,7 +50,9 @@ def time_command(options: TimeOptions) -> int:
     Raises UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
     verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
-    asked = (("--load", options.load), ("--gamma", options.gamma or _gammas(verdict.gamma)))
+    # By default two gammas: each costs the start of an engine and its turns.
+    default = f"1,{verdict.gamma}" if verdict.gamma > 1 else "1,3"
+    asked = (("--load", options.load), ("--gamma", options.gamma or default))
     loads, gammas = (sorted(numbers_of(*text, int, 1, 1024, least=2)) for text in asked)
     if bool(options.plain) != bool(options.url):
         raise UserError("--plain, --url: give an engine without the draft and two or more with it, or neither")
@@ -119,11 +121,6 @@ def time_command(options: TimeOptions) -> int:
             style="yellow",
         )
     return 0
-
-
-def _gammas(judged: int) -> str:
-    """What is timed unless --gamma says otherwise: each number of tokens costs the start of an engine and its turns."""
-    return f"1,{judged}" if judged > 1 else "1,3"
 
 
 def time_serving_engine(run: Run) -> None:
