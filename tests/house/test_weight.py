@@ -62,7 +62,7 @@ def unformatted() -> int:
 
 # What is counted, the number on 2026-11-29, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
-    "product lines": (lambda: lines(PRODUCT, CODE), 47_691, 60),
+    "product lines": (lambda: lines(PRODUCT, CODE), 47_621, 60),
     "test lines": (lambda: lines(["tests"], (".py",)), 46_581, 120),
     "bench lines": (lambda: lines(["bench"], (".py",)), 8_361, 40),
     "commands": (commands, 20, 0),
