@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from data.prompts.columns import MESSAGES_NAMES, PROMPT_NAMES, domain_of, prompt_row
+from data.prompts.columns import MESSAGES_NAMES, PROMPT_NAMES, domain_of, near, prompt_row
 from data.prompts.conversation import REASONING_KEYS, conversation_prompts, tools_of
 from data.prompts.prompt import PromptRow, PromptSource
 from speculative.errors import UserError
@@ -85,15 +85,17 @@ class Exchanges:
                 _refuse_another(key, origin, waiting[1], waiting[0] == response)
             return []
         if request:
-            domain = domain_of(values, self.source.domain_column, self.domain, origin)
+            if (column := self.source.domain_column) and column not in values:
+                raise UserError(f"{origin}: no column {column!r}{near(column, values)}; it has {', '.join(values)}")
+            domain = domain_of(values, column, self.domain, origin)
             row = self._prompt(request, domain, origin)
         else:
             row = self._requests.pop(key)
         if not response and key in self._responses:
             response, origin = self._responses.pop(key)
         if not response:
-            waiting = self._requests.setdefault(key, row)
-            _refuse_another(key, origin, waiting.origin, replace(row, origin=waiting.origin) == waiting)
+            first = self._requests.setdefault(key, row)
+            _refuse_another(key, origin, first.origin, replace(row, origin=first.origin) == first)
             return []
         if key:
             self._joined[key] = _digest(response)

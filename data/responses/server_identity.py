@@ -1,5 +1,6 @@
 """Recognise the model of a server by its next-token probabilities: after fixed texts, or after prompts as local weights have them."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +18,7 @@ NOISE = 0.15
 # kernels 0.004, 0.09; fp8 0.007, 0.10; int4 0.029, 0.72; float32 in other kernels 0.000, 0.00, against bfloat16 0.004, 0.06.
 PRECISION = (0.02, 0.001)
 
+_LOCK = threading.Lock()  # servers are looked at at the same time, and the first one sets the record
 Says = Sequence[Mapping[str, float]]
 
 
@@ -58,12 +60,13 @@ def recognise(path: Path, now: ServerIdentity, url: str) -> None:
 
     Raises UserError: another model; a record that cannot be read or written.
     """
-    before = ServerIdentity.stored(path)
-    if before is None:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, now.record())
-        return
+    with _LOCK:
+        before = ServerIdentity.stored(path)
+        if before is None:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, now.record())
+            return
     apart = difference(before.next, now.next)
     if before.model == now.model and apart <= NOISE:
         return

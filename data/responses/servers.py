@@ -3,12 +3,14 @@
 The same prompts give the same store, however many servers answer and in whatever order, if the servers respect seeds.
 """
 
+import threading
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,7 +28,6 @@ from data.responses.store import TOKEN_BYTES, Row, Store
 from data.signals.signal import TopKSignal
 from data.signals.store import SignalStore
 from speculative.decoder.responses import DecodeSettings
-from speculative.errors import UserError
 from speculative.progress import Phase, note, phase
 from speculative.rules.sampling import SamplingSettings
 
@@ -97,12 +98,22 @@ class Servers:
     @property
     def model(self) -> str:
         """The name of the model at the first server that answers; UserError: see `EndpointTarget.model`."""
-        faults = []
-        for lane in self.lanes:
+        names, faults = SimpleQueue[str | Exception](), list[Exception]()
+
+        def ask(lane: Lane) -> None:
             try:
-                return str(lane.target.model)
-            except UserError as error:
-                faults.append(error)
+                names.put(str(lane.target.model))
+            except Exception as error:
+                names.put(error)
+
+        # Daemons, because the others do not wait for one that never answers.
+        for lane in self.lanes:
+            threading.Thread(target=ask, args=(lane,), daemon=True, name="endpoint").start()
+        with phase(f"asking {', '.join(lane.url for lane in self.lanes)}"):
+            while len(faults) < len(self.lanes):
+                if isinstance(found := names.get(), str):
+                    return found
+                faults.append(found)
         raise faults[0]
 
     def check(self) -> None:

@@ -136,6 +136,14 @@ def test_each_setting_has_a_value_that_changes_nothing(tmp_path: Path, setting: 
     assert answer.shaped == shaped
 
 
+def test_a_misspelt_domain_column_is_named(tmp_path: Path) -> None:
+    source = written(tmp_path / "log.jsonl", [{"request": ASKED, "response": TOLD, "team": "support"}])
+    rows = load_source(source.model_copy(update={"domain_column": "team"}))
+    assert [row.domain for row in rows] == ["support"]
+    text = refused(load_source, source.model_copy(update={"domain_column": "taem"}))
+    assert text == f"{tmp_path}/log.jsonl:1: no column 'taem' (near: team); it has request, response, team"
+
+
 def test_two_exchanges_with_one_key_are_not_mixed(tmp_path: Path) -> None:
     other = ASKED | {"messages": [{"role": "user", "content": "Three and three?"}]}
     days = [{"id": "1", "request": ASKED}, {"id": "1", "request": other}, {"id": "1", "response": TOLD}]

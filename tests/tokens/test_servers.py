@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +213,12 @@ def test_a_kill_loses_only_what_was_under_way(tmp_path: Path, monkeypatch: pytes
         # By seed, because a request of the killed run may arrive late.
         seeds = {one["seed"] for behaviour in behaviours for one in behaviour.requests if "seed" in one}
         assert len(seeds) == COUNT - 11
+
+
+def test_a_server_that_never_answers_does_not_hide_the_others_model() -> None:
+    with fakes(1) as (urls, _), socket.create_server(("127.0.0.1", 0)) as silent:
+        hung = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        assert servers_at(hung, *urls, timeout=600.0).model == "tiny"
 
 
 def test_a_kill_of_more_ranks_loses_nothing_that_is_left_to_fewer(tmp_path: Path) -> None:
