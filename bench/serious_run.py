@@ -66,7 +66,8 @@ train: {{epochs: 3, batch_size: {batch}, micro_batch_size: {micro}}}
 judge: {{every: {every}, prompts: {heldout}, gamma: 3, live: end, speed_prompts: 16, speed_seconds: 30}}
 """
 KILLED = "# kill -9:"
-FOREIGN = re.compile(r"Failed to load|resource_tracker|warnings\.warn")  # what other packages say of this machine
+# What other packages say of this machine, and an engine's own log.
+FOREIGN = re.compile(r"Failed to load|resource_tracker|warnings\.warn|^W\d{4} |^\((?:MainProcess|EngineCore|Worker)")
 SHOWN_LINES = 16  # of a command's output on the page
 MOST_CHARACTERS = 160  # tokens of a chat fit data.context_length with max_tokens
 

@@ -44,17 +44,17 @@ def settle(store: Store, plan: ResponsePlan) -> None:
 
     One process calls it, before any rank begins. Raises UserError: disk full.
     """
-    files, kept = sorted(store.folder.glob(_FILES.format("*"))), dict[str, Row]()
+    files, by_key = sorted(store.folder.glob(_FILES.format("*"))), dict[str, Row]()
     for path in files:
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError, TypeError):  # A line that a kill broke off.
                 prompt_id, sample, domain, ids, start, log_probs, finished = json.loads(line)
                 row = Row(prompt_id, sample, domain, ids, loss_mask(start, len(ids)), log_probs, finished)
-                kept[f"{prompt_id}:{sample}"] = row
+                by_key[f"{prompt_id}:{sample}"] = row
     present_J, shards = store.present(plan.keys), defaultdict[int, list[Row]](list)
-    for place, key in enumerate(plan.keys.to_pylist() if kept else ()):
-        if key in kept and not present_J[place]:
-            shards[place // plan.shard_size].append(kept[key])
+    for place, key in enumerate(plan.keys.to_pylist() if by_key else ()):
+        if key in by_key and not present_J[place]:
+            shards[place // plan.shard_size].append(by_key[key])
     for shard, rows in shards.items():
         store.write_shard(shard, rows)
     for path in files:

@@ -60,11 +60,11 @@ def unformatted() -> int:
     return sum(len(re.findall(r"# fmt: skip$", source, re.M)) for source in sources)
 
 
-# What is counted, the number on 2026-11-29, and what the work in hand may add. Whoever finishes it sets the first to the new number.
+# What is counted, the number on 2026-11-30, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
-    "product lines": (lambda: lines(PRODUCT, CODE), 47_621, 60),
-    "test lines": (lambda: lines(["tests"], (".py",)), 46_581, 120),
-    "bench lines": (lambda: lines(["bench"], (".py",)), 8_361, 40),
+    "product lines": (lambda: lines(PRODUCT, CODE), 47_655, 60),
+    "test lines": (lambda: lines(["tests"], (".py",)), 46_819, 120),
+    "bench lines": (lambda: lines(["bench"], (".py",)), 8_368, 40),
     "commands": (commands, 20, 0),
     "options": (options, 151, 0),
     "config keys": (keys, 98, 0),
