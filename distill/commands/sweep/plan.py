@@ -41,7 +41,11 @@ class SweepFile(Section):
         for key, values in grid.items():
             if not values:
                 raise ValueError(f"{key}: give a list with at least one value")
-            if len({json.dumps(value, sort_keys=True, default=str) for value in values}) < len(values):
+            try:
+                written = {json.dumps(value, sort_keys=True) for value in values}
+            except TypeError as error:  # YAML reads 2024-01-01 as a date.
+                raise ValueError(f"{key}: {error}; put the value in quotes") from error
+            if len(written) < len(values):
                 raise ValueError(f"{key}: a value is listed twice")
         return grid
 
