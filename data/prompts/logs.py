@@ -35,7 +35,8 @@ HIDDEN = ("tool_calls", "function_call", "refusal", *REASONING_KEYS)  # parts of
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself. ``sampling``: `SETTINGS` of the request,
+    """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself, with the token ``end`` if that is known.
+    ``sampling``: `SETTINGS` of the request,
     the temperature None if it states none. ``shaped``: its settings of `SHAPING`.
     """
 
@@ -44,6 +45,7 @@ class LoggedAnswer:
     text: str
     ids: list[int]
     finished: bool
+    end: int | None
     sampling: dict[str, Any]
     shaped: list[str]
 
@@ -181,7 +183,8 @@ def _answered(row: PromptRow, response: Any, origin: str) -> PromptRow:
     unknown = request.pop("stops") and not reasons
     finished = not (finish == "length" or unknown or any(isinstance(last.get(name), str) for name in REASONS))
     request["model"] = str(last.get("model") or request["model"])
-    answer = LoggedAnswer(origin=origin, text=text, ids=ids, finished=finished, **request)
+    end = next((last[name] for name in sorted(REASONS) if isinstance(last.get(name), int)), None)
+    answer = LoggedAnswer(origin=origin, text=text, ids=ids, finished=finished, end=end, **request)
     return replace(row, logged=json.dumps(asdict(answer)), prompt_ids=prompt_ids)
 
 

@@ -289,7 +289,9 @@ def response_of(
     try:
         finish = choice.get("finish_reason")
         ids = with_end(_ids_of(choice, origin), choice, settings.eos_ids, vocab_rows, origin, label)
-        log_probs = _log_probs_of(choice)
+        log_probs = [] if settings.sampling.greedy else _log_probs_of(choice)
+    except UserError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{origin}: not a completion ({error})") from error
     if finish not in ("stop", "length") or not 0 < len(ids) <= settings.max_tokens:

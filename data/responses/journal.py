@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-from collections import defaultdict
 from pathlib import Path
+
+import pyarrow as pa
 
 from data.files import writing
 from data.prompts.template import loss_mask
-from data.responses.respond import ResponsePlan
 from data.responses.store import Row, Store
 
 _FILES = "unwritten-{}.jsonl"
@@ -28,7 +28,7 @@ class Journal:
     def __exit__(self, error: object, *_: object) -> None:
         self._file.close()
         if error is None:
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
 
     def add(self, row: Row) -> None:
         """Keep a response; UserError if the disk is full."""
@@ -39,10 +39,10 @@ class Journal:
             self._file.flush()
 
 
-def settle(store: Store, plan: ResponsePlan) -> None:
-    """Write what the journals of killed starts kept into shards of an opened store, and delete them.
+def settle(store: Store) -> None:
+    """Write what the journals of killed starts kept into a shard of an opened store, and delete them.
 
-    One process calls it, before any rank begins. Raises UserError: disk full.
+    One process calls it, before any rank begins, and only where no other start can answer. Raises UserError: disk full.
     """
     files, by_key = sorted(store.folder.glob(_FILES.format("*"))), dict[str, Row]()
     for path in files:
@@ -51,11 +51,8 @@ def settle(store: Store, plan: ResponsePlan) -> None:
                 prompt_id, sample, domain, ids, start, log_probs, finished = json.loads(line)
                 row = Row(prompt_id, sample, domain, ids, loss_mask(start, len(ids)), log_probs, finished)
                 by_key[f"{prompt_id}:{sample}"] = row
-    present_J, shards = store.present(plan.keys), defaultdict[int, list[Row]](list)
-    for place, key in enumerate(plan.keys.to_pylist() if by_key else ()):
-        if key in by_key and not present_J[place]:
-            shards[place // plan.shard_size].append(by_key[key])
-    for shard, rows in shards.items():
-        store.write_shard(shard, rows)
+    present = store.present(pa.array([*by_key], pa.string()))
+    if rows := [row for row, there in zip(by_key.values(), present, strict=True) if not there]:
+        store.write_shard(0, rows)
     for path in files:
-        path.unlink()
+        path.unlink(missing_ok=True)

@@ -163,7 +163,7 @@ def _measurements(verdict: Verdict | None) -> dict[str, Any]:
 
 def _of_engines(facts: EngineFacts, engines: list[EngineVerdict], target: str, draft: str) -> dict[str, Any]:
     """Return the part of serving.json that is about engines; it names no folder of this machine."""
-    public = replace(facts, target=public_name(target), draft=draft)
+    public = replace(facts, target=public_name(target), draft=draft, lookup=None, lookup_draft=None)
     return {
         "gamma_by_load": facts.gamma_by_load,
         "sampling": facts.request,

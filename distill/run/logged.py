@@ -50,15 +50,23 @@ class LoggedAnswers:
 
         Raises UserError: no answer is left; a model of the logs is certainly not the target; an answer states no temperature.
         """
-        run, path, chosen = self.run, training.folder.with_name(LOGGED), self._chosen(prompts)
-        size = run.config.serving.shard_size
-        texts = [str(size), *(f"{prompts[number].prompt_id} {prompts[number].logged}" for number in chosen)]
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-        if run.seen(lambda: path.exists() and json.loads(path.read_text(encoding="utf-8")).get("log") == digest):
+        run, path, size = self.run, training.folder.with_name(LOGGED), self.run.config.serving.shard_size
+        # In an order that does not depend on that of the log.
+        chosen = sorted(self._chosen(prompts), key=lambda number: prompts[number].prompt_id)
+        keys = "\n".join(prompts[number].prompt_id for number in chosen)
+        texts = [json.loads(prompts[number].logged) | {"origin": ""} for number in chosen]
+        prompts_digest, digest = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (keys, json.dumps(texts)))
+        record = run.seen(lambda: json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+        if record.get("log") == digest:
             return
+        if record.get("prompts") == prompts_digest:
+            raise UserError(
+                f"{path}: the log has other answers to these prompts than those that were taken; give the run another name, or delete "
+                f"that file and {training.folder} to make the responses again"
+            )
         compared = fresh()
         # What a start with another log or share left does not count.
-        store = Store(path.with_name(f"{path.stem}-{digest}"))
+        store = Store(path.with_name(f"{path.stem}-{digest}-{size}"))
         run.seen(lambda: store.open(training.manifest()))
         groups = list(enumerate(chosen[start : start + size] for start in range(0, len(chosen), size)))
         with self.target.loaded() as model:
@@ -88,7 +96,12 @@ class LoggedAnswers:
             training.adopt(store)
             counts = {reason: len(rows) for reason, rows in self.left_out.items()}
             firsts = {reason: rows[0] for reason, rows in self.left_out.items()}
-            facts = {"log": digest, "share": run.config.data.logged_share, "taken": len(taken)}
+            facts = {
+                "prompts": prompts_digest,
+                "log": digest,
+                "share": run.config.data.logged_share,
+                "taken": len(taken),
+            }
             write_json(path, facts | {"left_out": counts, "first": firsts, "median_log_probs": medians})
             for folder in path.parent.glob(f"{path.stem}-*"):
                 shutil.rmtree(folder)
@@ -139,14 +152,15 @@ class LoggedAnswers:
         """The row of an answer, without probabilities; text lacks the token that ended it. UserError: tokens of another vocabulary."""
         settings, ends = self.settings, self.settings.eos_ids
         ids = answer.ids or list(self.tokenizer(answer.text, add_special_tokens=False).input_ids)
-        if answer.finished and not {*ids[-1:]} & {*ends}:
-            ids = [*ids, self.turn_end if self.turn_end in ends else ends[0]]
+        ended = bool({*ids[-1:]} & {*ends})
+        if not ended and answer.finished and answer.end in (None, *ends):  # not by a stop token of the request
+            ids, ended = [*ids, answer.end or (self.turn_end if self.turn_end in ends else ends[0])], True
         if max(ids, default=0) >= self.target.facts.vocab_rows:
             raise UserError(
                 f"{answer.origin}: the answer has token {max(ids)}, but the target has {self.target.facts.vocab_rows} rows; it is of "
                 "another model, so remove the row"
             )
-        finished = answer.finished and len(ids) <= settings.max_tokens
+        finished = ended and len(ids) <= settings.max_tokens
         ids = [*prompt.prompt_ids, *ids[: settings.max_tokens]]
         mask = loss_mask(len(prompt.prompt_ids), len(ids))
         return Row(prompt.prompt_id, 0, prompt.domain, ids, mask, (), finished)

@@ -181,7 +181,7 @@ class RunData:
     ) -> WantedAnswers:
         store, plan = Store(self.folder / name), ResponsePlan(prompts, samples, self.run.config.serving.shard_size)
         store.open(self.manifest(settings))
-        settle(store, plan)
+        settle(store)
         return WantedAnswers(store, plan, settings)
 
     def past(self, rule: Rule) -> Sequence[Row]:
@@ -224,7 +224,8 @@ class RunData:
 
         def whole() -> bool:
             store.open(manifest)
-            settle(store, plan)
+            if self.run.claimed:
+                settle(store)
             return bool(store.present(plan.keys).all())
 
         if not run.seen(whole):  # The folder must exist before another rank writes into it.

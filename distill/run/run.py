@@ -96,6 +96,11 @@ class Run:
         self.wait()  # The ranks form their group first, so that all of them notice when one is refused.
         self.once(self.folder / CONFIG, claimed)
 
+    @property
+    def claimed(self) -> bool:
+        """Whether this process holds the run's folder; on the main process only."""
+        return self._held is not None
+
     def end(self, last: Callable[[], object] = lambda: None) -> None:
         """Finish the trackers, part from the other ranks, do what is ``last``, and release the folder."""
         self.accelerator.end_training()

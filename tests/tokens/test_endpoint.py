@@ -65,7 +65,7 @@ def made(target: Servers, folder: Path, settings: DecodeSettings, samples: int =
     store = Store(folder)
     store.open({"a": 1})
     plan = ResponsePlan(rendered(), samples, 4)
-    settle(store, plan)
+    settle(store)
     target.respond(store, plan, settings, show=False)
     return list(store.chosen(plan.keys, plan.domains()))
 

@@ -70,7 +70,7 @@ def made(target: Servers, folder: Path, rank: int = 0, ranks: int = 1) -> dict[s
     """The files of a store that the servers filled."""
     store = Store(folder)
     store.open({"a": 1})
-    settle(store, ResponsePlan(prompts(), 1, 8))
+    settle(store)
     target.respond(store, ResponsePlan(prompts(), 1, 8, rank, ranks), SETTINGS, show=False)
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -232,7 +232,13 @@ def test_a_kill_of_more_ranks_loses_nothing_that_is_left_to_fewer(tmp_path: Path
             for row in rows[rank::3]:
                 journal.add(row)
             raise KeyboardInterrupt
-    settle(store, ResponsePlan(prompts(), 1, 8))
+    settle(store)
+    assert rows_in(tmp_path / "killed") == rows
+    assert len(list(store.folder.glob("shard-*"))) == 1
+    with contextlib.suppress(KeyboardInterrupt), Journal(store.folder, 0) as journal:
+        journal.add(rows[0])  # a kill between a shard and the end of the journal
+        raise KeyboardInterrupt
+    settle(store)
     assert rows_in(tmp_path / "killed") == rows
     with fakes(1) as (urls, behaviours):
         for rank in range(2):

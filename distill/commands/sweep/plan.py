@@ -41,13 +41,16 @@ class SweepFile(Section):
         for key, values in grid.items():
             if not values:
                 raise ValueError(f"{key}: give a list with at least one value")
-            try:
-                written = {json.dumps(value, sort_keys=True) for value in values}
-            except TypeError as error:  # YAML reads 2024-01-01 as a date.
-                raise ValueError(f"{key}: {error}; put the value in quotes") from error
-            if len(written) < len(values):
+            if len({_as_json(key, value) for value in values}) < len(values):
                 raise ValueError(f"{key}: a value is listed twice")
         return grid
+
+    @field_validator("overrides")
+    @classmethod
+    def _plain(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        for key, value in overrides.items():
+            _as_json(key, value)
+        return overrides
 
     @model_validator(mode="after")
     def _distinct(self) -> "SweepFile":
@@ -56,6 +59,13 @@ class SweepFile(Section):
         if twice := self.grid.keys() & self.overrides.keys():
             raise ValueError(f"`{min(twice)}` is both in grid and in overrides")
         return self
+
+
+def _as_json(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True)
+    except TypeError as error:  # YAML reads 2024-01-01 as a date.
+        raise ValueError(f"{key}: {error}; write keys and dates in quotes") from error
 
 
 @dataclass(frozen=True)

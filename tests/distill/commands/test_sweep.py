@@ -325,7 +325,11 @@ def test_a_dry_run_only_says_what_it_would_do(tmp_path: Path) -> None:
         ({"metric": "tua"}, '`metric` = "tua": did you mean `tau`?'),
         ({"name": "a/b"}, '`name` = "a/b": string should match'),
         ({"base": "nowhere.yaml"}, "cannot read the config"),
-        ({"grid": {"train.steps": [datetime.date(2024, 1, 1)]}}, r"train.steps: .* date .*; put the value in quotes"),
+        (
+            {"grid": {"train.steps": [datetime.date(2024, 1, 1)]}},
+            r"train.steps: .* date .*; write keys and dates in quotes",
+        ),
+        ({"overrides": {"train.steps": datetime.date(2024, 1, 1)}}, r"train.steps: .* date "),
         ({"grid": {"target": [None]}}, "`target` = null"),
     ],
 )

@@ -20,7 +20,7 @@ from distill.export.load_table import gamma_plan
 from distill.models.target import load_target_side
 from distill.verdict.conclusion import serve_commands
 from speculative.measure.engine_costs import EngineCosts, ratios_of, step_costs
-from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET
+from speculative.measure.measured import DRAFT, TARGET
 from speculative.rules.sampling import SamplingSettings
 
 
@@ -116,14 +116,3 @@ def test_the_engine_that_was_timed_has_its_own_gammas_on_every_page(tmp_path, pa
     assert "predicted (engine vLLM 0.32.0)" in page
     _, facts = read_export(report.path)
     assert check("vLLM", facts).command == commands["vLLM"], "what serve starts"
-
-
-def test_serve_starts_the_lookup_that_the_page_has(tmp_path, pair):
-    rows = [timed(DRAFT, 3), timed(LOOKUP, 9, ngrams=(4, 2), speed_up=1.2)]
-    both = timed(LOOKUP_DRAFT, 10, ngrams=(5, 3), then_gamma=3, then_way=DRAFT, speed_up=1.7, how={"tau": "timed"})
-    verdict = make_verdict([*rows, both], run=LOOKUP_DRAFT)
-    report = export(best_student(pair), pair / "target", tmp_path / "out", verdict=verdict)
-    command = next(one.command for one in report.engines if one.engine == "llama.cpp")
-    assert "--spec-type ngram-simple,draft-simple" in command
-    _, facts = read_export(report.path)
-    assert check("llama.cpp", facts).command == command

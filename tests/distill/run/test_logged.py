@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,16 @@ def test_a_run_with_answers_of_logs_keeps_its_share(folder: Path, fresh: list[Ro
     assert "give the run another name, or delete that file and" in message
 
 
+def test_another_log_for_prompts_whose_answers_were_taken_is_refused(folder: Path, fresh: list[Row]) -> None:
+    log = log_of(folder / "changed.jsonl", fresh)
+    rows = rows_of(folder, "changed", folder / "target", log, responses="logged")
+    log_of(log, fresh[::-1])
+    assert texts(rows_of(folder, "changed", folder / "target", log, responses="logged")) == texts(rows), "in any order"
+    log_of(log, [replace(row, input_ids=[*row.input_ids[:-1], 9]) for row in fresh])
+    message = refused(rows_of, folder, "changed", folder / "target", log, responses="logged")
+    assert "the log has other answers to these prompts than those that were taken" in message
+
+
 def test_a_server_has_no_weights_to_check_with(folder: Path) -> None:
     path = small_config(folder, 24, name="served")
     server = "target.endpoint={urls: ['http://127.0.0.1:1/v1'], weights: server}"
@@ -277,10 +288,10 @@ def test_text_is_split_again_and_gets_the_token_that_ended_it(chat: bool) -> Non
     text = "return first + second"
     ids = tokenizer(text, add_special_tokens=False).input_ids
 
-    def row(finished: bool, most: int = 40, logged_ids: list[int] | None = None) -> Row:
+    def row(finished: bool, most: int = 40, logged_ids: list[int] | None = None, end: int | None = None) -> Row:
         settings = DecodeSettings(SamplingSettings(), max_tokens=most, eos_ids=(1, 2))
         answers = taking.LoggedAnswers(run, target, tokenizer, settings)  # type: ignore[arg-type]
-        answer = LoggedAnswer("log.jsonl:1", "m", text, logged_ids or [], finished, {}, [])
+        answer = LoggedAnswer("log.jsonl:1", "m", text, logged_ids or [], finished, end, {}, [])
         return answers._row(RenderedPrompt("key", "d", (7, 8)), answer)
 
     assert row(True).input_ids == [7, 8, *ids, 2 if chat else 1], "the template says which of two ends a turn"
@@ -290,3 +301,7 @@ def test_text_is_split_again_and_gets_the_token_that_ended_it(chat: bool) -> Non
     assert row(True, most=3).response_ids == ids[:3]
     assert not row(True, most=3).finished
     assert row(True, logged_ids=[9, 10, 2]).response_ids == [9, 10, 2]
+    assert row(False, logged_ids=[9, 10, 2]).finished, "whatever the log says of it"
+    assert row(True, end=1).input_ids == [7, 8, *ids, 1]
+    assert row(True, end=9).input_ids == [7, 8, *ids], "a stop token of the request"
+    assert not row(True, end=9).finished
