@@ -24,8 +24,13 @@ SETTINGS = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # A penalty, a bias or a grammar, and the value of each that changes nothing: with one, an answer is no sample of the target at these
 # settings. Empty values change nothing either.
 SHAPING = {
-    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "best_of": 1},
-    **{"ignore_eos": False, "response_format": {"type": "text"}},
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "best_of": 1,
+    "ignore_eos": False,
+    "response_format": {"type": "text"},
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs")),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
 }
@@ -36,8 +41,7 @@ HIDDEN = ("tool_calls", "function_call", "refusal", *REASONING_KEYS)  # parts of
 @dataclass(frozen=True)
 class LoggedAnswer:
     """``origin``: the row. ``ids``: tokens, if they were logged. ``finished``: it ended by itself, with the token ``end`` if that is known.
-    ``sampling``: `SETTINGS` of the request,
-    the temperature None if it states none. ``shaped``: its settings of `SHAPING`.
+    ``sampling``: `SETTINGS` of the request, the temperature None if it states none. ``shaped``: its settings of `SHAPING`.
     """
 
     origin: str
@@ -66,7 +70,7 @@ class Exchanges:
         self.source, self.domain = source, domain
         self._requests: dict[str, PromptRow] = {}  # without their response
         self._responses: dict[str, tuple[Any, str]] = {}  # without their request
-        self._joined: dict[str, Any] = {}  # the last response of each key, which a log may repeat
+        self._joined: dict[str, bytes] = {}  # digest of the last response of each key, which a log may repeat
 
     def rows(self, values: Mapping[str, Any], origin: str) -> list[PromptRow]:
         """The prompt that this row completes, if it does. Raises UserError: no request or response that can be read."""
