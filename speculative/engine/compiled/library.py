@@ -79,7 +79,7 @@ def _folder() -> Path:
 
 
 def _key(compiler: list[str]) -> str:
-    """Hash of everything that determines the build: source, flags, compiler, processor."""
+    """Hash of everything that determines the build: source, flags, compiler with the words of `CXX`, processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
     cpuinfo = Path("/proc/cpuinfo")
     processor = platform.processor() + platform.machine()
@@ -87,7 +87,7 @@ def _key(compiler: list[str]) -> str:
         lines = cpuinfo.read_text().splitlines()
         processor += str(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     code = [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
-    parts = (*code, str(FLAGS), version, processor)
+    parts = (*code, str(compiler), str(FLAGS), version, processor)
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 

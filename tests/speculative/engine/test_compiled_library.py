@@ -91,6 +91,12 @@ def test_without_a_compiler_models_run_as_they_are(
         assert opened() is None
 
 
+def test_flags_in_cxx_give_a_library_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = module._key(module._compiler())
+    monkeypatch.setenv("CXX", f"{module._compiler()[0]} -mno-avx512f")
+    assert module._key(module._compiler()) != plain
+
+
 def test_a_folder_that_others_write_to_is_not_used(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
