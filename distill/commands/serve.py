@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
 from data.hub import hub_id
 from data.responses.engine_http import listening
 from distill.commands.options import ServeOptions
@@ -32,7 +34,7 @@ from distill.engines.protocol.verdict import check, check_directory_name, server
 from distill.export.pair import check_pair
 from distill.faults import Interrupted
 from distill.models.files.gguf import GGUF
-from distill.models.load import resolve
+from distill.models.load import load_pretrained, resolve
 from speculative.errors import UserError
 
 
@@ -44,7 +46,7 @@ def serve(options: ServeOptions) -> int:
     """
     directory, facts = read_export(options.run)
     options = replace(options, engine=engine_to_start(options.engine, _config_of(options, directory)))
-    target = _target(options, directory, facts.target)
+    target = _target(options, directory, facts)
     engine, words = engine_words(options, directory, facts, target)
     name = engine.name
     if not options.alone:
@@ -82,7 +84,7 @@ def started(options: ServeOptions, gamma: int, requests: int, tokens: int) -> It
     room = service.room.format(requests=requests, tokens=requests * tokens).split()
     counts = () if options.alone else service.counts
     options = replace(options, words=[*counts, *room, *(options.words or ())])
-    engine, words = engine_words(options, directory, facts, _target(options, directory, facts.target))
+    engine, words = engine_words(options, directory, facts, _target(options, directory, facts))
     log = log_of(options, directory)
     listening(options.host, options.port, True).close()
     with running([Program(words, log)]) as (process,):
@@ -135,13 +137,14 @@ def engine_to_start(asked: str, config: RunConfig | None) -> str:
     return asked or (config and config.serving.engine) or "vllm"
 
 
-def _target(options: ServeOptions, directory: Path, name: str) -> str:
-    """Return the target's place: --target, else the run's target, else the public name in the export.
+def _target(options: ServeOptions, directory: Path, facts: EngineFacts) -> str:
+    """Return the target's place: --target, else the run's target, else the public name in the export. One of a revision is fetched, because
+    not every engine takes revisions.
 
     Raises UserError: the place is neither a directory, a GGUF file that the engine loads, nor a hub id.
     """
     config = _config_of(options, directory)
-    place = resolve(options.target or (config.target.path if config else name))
+    place = resolve(options.target or (config.target.path if config else facts.target))
     if Path(place).is_file() and place.endswith(GGUF):
         engine = startable(options.engine)[0]
         if not engine.reads_gguf:
@@ -150,7 +153,10 @@ def _target(options: ServeOptions, directory: Path, name: str) -> str:
             )
         return str(Path(place).resolve())
     if not (Path(place).is_dir() or ("/" in place and hub_id(place))):
-        raise UserError(f"{directory}: no target {name} at {place}; give its directory or hub id with --target")
+        raise UserError(f"{directory}: no target {facts.target} at {place}; give its directory or hub id with --target")
+    revision = None if options.target else config.target.revision if config else facts.revision
+    if revision and hub_id(place):
+        place = load_pretrained("target", place, snapshot_download, revision=revision)
     return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from distill.engines.protocol.facts import EngineFacts
-from distill.engines.protocol.verdict import environment, places
+from distill.engines.protocol.verdict import environment, place_of, places
 from distill.models.files.gguf import GGUF
 from distill.models.load import EMBEDDED, without_folders
 from distill.report.measured import ways_tables
@@ -62,18 +62,18 @@ def serving_page(serving: dict[str, Any]) -> str:
     page = environment(TEMPLATES).get_template("SERVING.md.j2")
     return page.render(
         serving=serving,
-        places=places('"$PWD"', _place(serving["target"]["name"])),
+        places=places('"$PWD"', _place(serving["target"]["name"], serving["facts"]["revision"])),
         by_load=EngineFacts.load_words(serving["gamma_by_load"]),
         own_by_load=EngineFacts.load_words(timed.by_load) if timed else "",
     )
 
 
-def _place(target: str) -> str:
+def _place(target: str, revision: str | None) -> str:
     """Return the target as a shell word; a directory or file gets a comment, since its path differs on each machine."""
     if target == EMBEDDED:
         return "\"$(python -c 'import distill.models as here; print(*here.__path__)')/embedded\""
     kind = "file" if target.endswith(GGUF) else "directory"
-    return shlex.quote(target) + ("" if "/" in target else f"  # change to the target's {kind} on this machine")
+    return place_of(target, revision) + ("" if "/" in target else f"  # change to the target's {kind} on this machine")
 
 
 def _front_matter(serving: dict[str, Any], facts: dict[str, Any], data: list[str]) -> str:

@@ -47,14 +47,17 @@ def check_pair(
     engines: Sequence[str] = (),
     tensor_parallel: int = 1,
     trusted: bool = False,
+    revision: str | None = None,
 ) -> tuple[list[str], list[str]]:
     """Return (what breaks serving, notes): a line has the engines, what was found, what happens otherwise, and the fix.
 
-    target, draft: directories or hub ids. ggufs: made from either model. engines: those to check; empty means all.
+    target, draft: directories or hub ids. ggufs: made from either model. engines: those to check; empty means all. revision: of
+    the target.
 
     Raises UserError: a file cannot be read.
     """
-    sides = {what: load_target_side(path, trusted, what=what) for what, path in (("target", target), ("draft", draft))}
+    asked = (("target", target, revision), ("draft", draft, None))
+    sides = {what: load_target_side(path, trusted, version, what=what) for what, path, version in asked}
     facts = gather_facts(
         sides["target"], sides["draft"], sides["draft"].name, tensor_parallel=tensor_parallel, **_schedule(draft)
     )

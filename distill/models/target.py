@@ -245,6 +245,7 @@ class TargetSide:
     config: Any
     tokenizer: Any
     generation_config: GenerationConfig
+    revision: str | None = None  # on the hub
 
 
 def load_target_side(
@@ -267,7 +268,7 @@ def load_target_side(
         generation = GenerationConfig.from_pretrained(place, revision=version or "main")
     except (OSError, ValueError):  # many targets have none; their model config holds the ids
         generation = GenerationConfig.from_model_config(config)
-    return TargetSide(name, config, tokenizer, generation)
+    return TargetSide(name, config, tokenizer, generation, revision)
 
 
 # What engines and converters read from a generation_config.json, and the values that change nothing.

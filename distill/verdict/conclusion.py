@@ -285,7 +285,7 @@ def serve_commands(
             ok=check.ok,
             language=check.language,
             note=check.rule_note,
-            command=with_places(check.command, check.language, draft, facts.target),
+            command=with_places(check.command, check.language, draft, facts.target, facts.revision),
         )
         for check in check_all(facts)
     ]

@@ -64,6 +64,7 @@ class EngineFacts:
     target: str  # hub id or directory
     draft: str  # the exported directory
     gamma: int
+    revision: str | None = None  # of the target on the hub
     target_rows: int = 0
     draft_rows: int = 0
     first_difference: TokenDifference | None = None  # over all ids of `get_vocab()`
@@ -165,6 +166,7 @@ def gather_facts(target: TargetSide, draft: TargetSide, path: str, **served: Any
     return EngineFacts(
         target=target.name,
         draft=path,
+        revision=target.revision,
         target_rows=vocabulary_rows(target.config),
         draft_rows=vocabulary_rows(draft.config),
         first_difference=first_string_difference(target_tokens, draft_tokens),

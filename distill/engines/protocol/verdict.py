@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from data.hub import hub_id
 from distill.engines.protocol.engine import Engine, known_engines
 from distill.engines.protocol.facts import EngineFacts
 from speculative.errors import UserError
@@ -98,11 +99,21 @@ def places(draft: str, target: str) -> str:
     return f"export DRAFT={draft} TARGET={target}"
 
 
-def with_places(command: str, language: str, draft: str, target: str) -> str:
+def place_of(target: str, revision: str | None) -> str:
+    """Return a target as a shell word. Not every engine takes a revision, so one is fetched and named by its folder."""
+    name = shlex.quote(target)
+    return (
+        f'"$(hf download {name} --revision {shlex.quote(revision)} --quiet)"' if revision and hub_id(target) else name
+    )
+
+
+def with_places(command: str, language: str, draft: str, target: str, revision: str | None = None) -> str:
     """Return a command with the places filled in, which runs on its own."""
     if language == "python":
-        return command.replace('os.environ["DRAFT"]', repr(draft)).replace('os.environ["TARGET"]', repr(target))
-    return f"{places(shlex.quote(draft), shlex.quote(target))}\n{command}"
+        fetched = f'__import__("huggingface_hub").snapshot_download({target!r}, revision={revision!r})'
+        place = fetched if revision and hub_id(target) else repr(target)
+        return command.replace('os.environ["DRAFT"]', repr(draft)).replace('os.environ["TARGET"]', place)
+    return f"{places(shlex.quote(draft), place_of(target, revision))}\n{command}"
 
 
 @cache

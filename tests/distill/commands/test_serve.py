@@ -106,7 +106,7 @@ def start(options: ServeOptions, out: Path) -> None:
 
 def words_of(options: ServeOptions) -> list[str]:
     directory, facts = read_export(options.run)
-    return engine_words(options, directory, facts, module._target(options, directory, facts.target))[1]
+    return engine_words(options, directory, facts, module._target(options, directory, facts))[1]
 
 
 def test_the_command_is_made_from_the_facts_and_not_read(options: ServeOptions) -> None:
@@ -302,6 +302,25 @@ def test_where_the_target_is(tmp_path: Path, options: ServeOptions) -> None:
     assert words_of(replace(options, target="embedded"))[2] == str(EMBEDDED_FOLDER)
     (options.run / "config.yaml").unlink()
     assert words_of(options)[2] == "some/target"
+
+
+def test_a_target_of_a_revision_is_served_from_its_folder(
+    tmp_path: Path, options: ServeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every engine takes a revision, so none is asked for one."""
+    asked = []
+    monkeypatch.setattr(module, "reach_hub", lambda *_: None, raising=False)
+    monkeypatch.setattr("distill.models.load.reach_hub", lambda *_: None)
+    monkeypatch.setattr(module, "snapshot_download", lambda *of, **how: (asked.append((of, how)), str(tmp_path))[1])
+    tree = {"name": "x", "target": {"path": "some/target", "revision": "abc"}, "data": {"train": [{"path": "x"}]}}
+    (options.run / "config.yaml").write_text(json.dumps(tree))
+    assert words_of(options)[2] == str(tmp_path)
+    serving = options.run / "export" / "serving.json"
+    serving.write_text(json.dumps(json.loads(serving.read_text()) | {"facts": FACTS | {"revision": "abc"}}))
+    (options.run / "config.yaml").unlink()  # An export by itself.
+    assert words_of(options)[2] == str(tmp_path)
+    assert asked == [(("some/target",), {"revision": "abc"})] * 2
+    assert words_of(replace(options, target="some/other"))[2] == "some/other"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from transformers import CONFIG_MAPPING
 
 from distill.engines.protocol.engine import known_engines
 from distill.engines.protocol.facts import EngineFacts, OnePass, _layer_kinds
-from distill.engines.protocol.verdict import check, check_all, check_directory_name, others, places, with_places
+from distill.engines.protocol.verdict import (
+    check,
+    check_all,
+    check_directory_name,
+    others,
+    place_of,
+    places,
+    with_places,
+)
 from distill.export.facts import _lookups_of
 from distill.run.verdict_record import DraftOf, Verdict
 from speculative.errors import UserError
@@ -193,6 +201,16 @@ def test_transformers_code_compiles_and_serves_as_measured():
     assert "do_sample=False)" in check("transformers", replace(GOOD, sampling=GREEDY)).command
     alone = with_places(verdict.command, verdict.language, DRAFT, TARGET)
     assert f"DRAFT, TARGET = {DRAFT!r}, {TARGET!r}" in alone
+
+
+def test_a_target_of_a_revision_is_fetched_and_named_by_its_folder() -> None:
+    verdict = check("transformers", GOOD)
+    code = with_places(verdict.command, verdict.language, DRAFT, "org/t", "v 1")
+    assert "snapshot_download('org/t', revision='v 1')" in code
+    compile(code, "snippet", "exec")
+    fetched = """TARGET="$(hf download org/t --revision 'v 1' --quiet)\""""
+    assert fetched in with_places("serve", "bash", DRAFT, "org/t", "v 1")
+    assert places("d", place_of("/local/model", "v1")) == places("d", "/local/model")
 
 
 def test_tensorrt_llm_command_and_file(tmp_path):
