@@ -3,8 +3,11 @@
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,23 @@ from distill.config.layout import CHECKPOINTS, VERDICT
 from distill.config.run import RunConfig
 from distill.faults import Interrupted
 from distill.run.launcher import SAFE_PATH
+from speculative.errors import UserError
 from speculative.progress import phase
 
 
 class TrainingFailed(Exception):
     """A training ended without a verdict. The message is its last error line."""
+
+
+def launcher_words(launcher: str) -> list[str]:
+    """The words before `-m distill.train`; by default this Python. Raises UserError: no such program, or quotes that do not end."""
+    try:
+        words = shlex.split(launcher) or [sys.executable]
+    except ValueError as error:
+        raise UserError(f"--launcher {launcher}: {error}") from error
+    if shutil.which(words[0]) is None:
+        raise UserError(f"--launcher {launcher}: there is no program {words[0]}; give e.g. 'accelerate launch'")
+    return words
 
 
 def train_apart(

@@ -55,7 +55,7 @@ class SweepFile(Section):
     @model_validator(mode="after")
     def _distinct(self) -> "SweepFile":
         if any(key in self.grid for key in ("name", "output")) or "name" in self.overrides:
-            raise ValueError("`name`, `output` and `resume` cannot be in the grid: the sweep names its runs itself")
+            raise ValueError("`name` and `output` cannot be in the grid: the sweep names its runs itself")
         if twice := self.grid.keys() & self.overrides.keys():
             raise ValueError(f"`{min(twice)}` is both in grid and in overrides")
         return self

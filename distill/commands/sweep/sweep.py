@@ -12,9 +12,7 @@ runs reuse the files of an earlier run with the same ones, also of the base conf
 
 import contextlib
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +25,13 @@ from distill.commands.sweep.frontier import SizeAndSpeed, frontier_table, plot_f
 from distill.commands.sweep.options import SweepOptions
 from distill.commands.sweep.plan import SweepFile, Trial, finished, plan
 from distill.commands.sweep.table import FIGURES, Combination, measured_of, summarise, sweep_table
-from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
+from distill.commands.training_process import (
+    TrainingFailed,
+    launcher_words,
+    running_twin,
+    terminated_as_interrupted,
+    train_apart,
+)
 from distill.config.layout import DAY, RESPONSES, SERVER_IDENTITY
 from distill.config.load import load_config
 from distill.engines.protocol.serving_engine import for_engine
@@ -59,7 +63,7 @@ def run_sweep(options: SweepOptions, console: Console | None = None) -> list[Com
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
-    command = shlex.split(options.launcher) or [sys.executable]
+    command = launcher_words(options.launcher)
     with terminated_as_interrupted():
         report = _report(folder, sweep, trials, errors)
         for number, trial in enumerate(trials, start=1):

@@ -37,6 +37,7 @@ _WARM = {
 _PROBE = {
     "judge.live": "never",
     "judge.load": [],
+    "judge.latency_ms": {},
     "judge.replay_every": 0,
     "tracking.trackers": [],
     "export.quantize": None,
@@ -70,7 +71,9 @@ def write_training(home: Path, student: Path, export: Path, folder: Path, share:
     had, fresh = len(StoredPrompts(old_train)), len(StoredPrompts(new_heldout))
     old, new = mixed(had, len(StoredPrompts(new_train)), share)
     judged = min(config.judge.prompts, len(StoredPrompts(old_heldout)))
-    steps = max(1, round(config.settled(had).train.steps * min(1.0, (old + new) / had)))
+    # Of one response a prompt, where `home` may have more.
+    share_of_steps = min(1.0, (old + new) / had) / config.serving.samples_per_prompt
+    steps = max(1, round(config.settled(had).train.steps * share_of_steps))
     keys = {
         "data.train": _sources((old_train, old), (new_train, new)),
         "data.heldout": _sources((old_heldout, judged), (new_heldout, fresh)),

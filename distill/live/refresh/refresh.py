@@ -7,7 +7,6 @@ runs/NAME-refresh-v0002/refresh.json   stage, reasons and gate, which are not co
 """
 
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,7 +18,13 @@ from rich.console import Console
 
 from data.responses.rendered import StoredPrompts
 from data.responses.store import Store
-from distill.commands.training_process import TrainingFailed, running_twin, terminated_as_interrupted, train_apart
+from distill.commands.training_process import (
+    TrainingFailed,
+    launcher_words,
+    running_twin,
+    terminated_as_interrupted,
+    train_apart,
+)
 from distill.config.layout import PROMPTS, RESPONSES, TRAINING, VERDICT
 from distill.config.load import load_config, load_run
 from distill.live.alarm import Reason, alarm
@@ -94,7 +99,8 @@ def refresh_command(options: RefreshOptions, console: Console) -> int:
             with terminated_as_interrupted():
                 return _Refresh(options, console, folder, drafts, home, served, version, log).run()
         except TrainingFailed as failed:
-            print(f"understudy: {folder}: {failed} (log: {folder}.log); the same command resumes", file=sys.stderr)
+            kept = "" if options.dry_run else f" (log: {folder}.log); the same command resumes"
+            print(f"understudy: {folder}: {failed}{kept}", file=sys.stderr)
             return 1
 
 
@@ -178,7 +184,12 @@ class _Refresh:
         return STATUS.get(last, 0)
 
     def _begin(self) -> None:
-        """Load the state of a killed refresh, or make a new one. Reasons found with other options are dropped."""
+        """Load the state of a killed refresh, or make a new one; wait for a training that it left, which uses the folder. Reasons found with
+        other options are dropped.
+        """
+        if (twin := running_twin(self._training_log)) is not None:
+            self._say(f"process {twin.pid} of a killed refresh is still training: waiting for it")
+            twin.wait()
         chosen = {name: getattr(self.options, name) for name in FIXED} | {
             "overrides": list(self.options.overrides or [])
         }
@@ -285,13 +296,14 @@ class _Refresh:
         self._enter("judging", f"{self.folder} is trained")
 
     def _apart(self, path: Path) -> None:
-        """Train in a separate process unless finished; wait for a process that a killed refresh left."""
-        log, config = self.folder.with_name(f"{self.folder.name}.log"), load_config(path)
-        if (twin := running_twin(log)) is not None:
-            _say(self.console, f"process {twin.pid} of a killed refresh is still training: waiting for it")
-            twin.wait()
+        """Train in a separate process unless finished."""
+        config = load_config(path)
         if not (config.folder / VERDICT).exists():
-            train_apart(config, [str(path)], log, shlex.split(self.options.launcher) or [sys.executable])
+            train_apart(config, [str(path)], self._training_log, launcher_words(self.options.launcher))
+
+    @property
+    def _training_log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
 
     def _judge(self) -> None:
         old = StoredPrompts(self.home / PROMPTS / HELDOUT_FILE).column("prompt_id").to_pylist()

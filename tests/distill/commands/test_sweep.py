@@ -340,6 +340,12 @@ def test_a_mistake_is_one_line_before_anything_runs(tmp_path: Path, sections: di
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("launcher", ["acclerate launch", 'accelerate "launch'])
+def test_a_launcher_that_cannot_start_is_one_line(tmp_path: Path, launcher: str) -> None:
+    path, _ = lab(tmp_path)
+    assert refused(run, path, launcher).startswith(f"--launcher {launcher}: ")
+
+
 def test_a_sweep_named_like_a_run_is_refused(tmp_path: Path) -> None:
     path, _ = lab(tmp_path, name="base")
     (tmp_path / "runs" / "base").mkdir(parents=True)

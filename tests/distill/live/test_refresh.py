@@ -23,7 +23,7 @@ from distill.config.run import RunConfig
 from distill.live.alarm import alarm
 from distill.live.options import RefreshOptions
 from distill.live.refresh import refresh
-from distill.live.refresh.plan import write_probe
+from distill.live.refresh.plan import write_probe, write_training
 from distill.live.refresh.refresh import refresh_command
 from distill.live.refresh.state import State
 from distill.live.rollout.rollout import gate_of
@@ -282,7 +282,19 @@ def test_no_headroom_is_no_refresh(place: Path, trained: list[str], monkeypatch:
 def test_a_probe_of_a_run_with_lossy_ways_times_none(place: Path) -> None:
     """It decodes nothing."""
     home = place / "runs" / "tiny"
-    ways = ["judge.lenience=[2]"]
+    ways = ["judge.lenience=[2]", "judge.latency_ms={per_token: 30}"]
     (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", ways)))
     judge = load_config(write_probe(home, home, home, place / "probe", 3, [])).judge
-    assert (judge.lenience, judge.live) == ((), "never")
+    assert (judge.lenience, judge.latency_ms, judge.live) == ((), {}, "never")
+
+
+def test_one_response_a_prompt_takes_as_many_epochs_as_several_did(place: Path) -> None:
+    home = place / "runs" / "tiny"
+    steps = {}
+    for samples in (1, 2):
+        keys = [f"serving.samples_per_prompt={samples}", "train.epochs=8", "train.steps=0"]
+        (home / "config.yaml").write_text(dump_config(load_config(home / "config.yaml", keys)))
+        (place / f"v{samples}").mkdir()
+        path = write_training(home, home, home, place / f"v{samples}", 0.5, [])
+        steps[samples] = load_config(path).train.steps
+    assert abs(steps[1] - steps[2]) <= 1, "steps are whole"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -205,13 +204,11 @@ def test_a_training_that_a_kill_has_left_is_waited_for(tmp_path: Path, monkeypat
     folder = tmp_path / "tiny-refresh-v0002"
     created = psutil.Process(left.pid).create_time()
     folder.with_name(f"{folder.name}.pid").write_text(json.dumps([left.pid, created]))
-    started: list[bool] = []
-    monkeypatch.setattr(refresh, "train_apart", lambda *_: started.append(left.poll() is None))
-    own = SimpleNamespace(folder=folder, console=Console(file=io.StringIO()), options=RefreshOptions(tmp_path))
-    monkeypatch.setattr(refresh, "load_config", lambda _: own)
-    refresh._Refresh._apart(own, folder / "refresh.yaml")  # type: ignore[arg-type]
-    assert started == [False]
-    left.wait()
+    out, rest = Console(file=io.StringIO()), (tmp_path, tmp_path, None, "v0001", None)
+    own = refresh._Refresh(RefreshOptions(tmp_path), out, folder, *rest)  # type: ignore[arg-type]
+    own._begin()
+    assert left.poll() == 0, "it uses the folder, so nothing else may be done there before"
+    assert f"process {left.pid} of a killed refresh is still training" in out.file.getvalue()
 
 
 def test_a_version_whose_rollout_has_begun_is_not_pruned(tmp_path: Path) -> None:
