@@ -21,8 +21,7 @@ from distill.commands.options import ExportOptions, ServeOptions
 from distill.commands.output import check_writable, numbers_of
 from distill.commands.readback.options import TimeOptions
 from distill.commands.serve import engine_to_start, started
-from distill.config.layout import CONFIG, EXPORT, SERVING_FILE, TIMING
-from distill.config.load import load_config
+from distill.config.layout import EXPORT, SERVING_FILE, TIMING
 from distill.engines.protocol.client import EngineClient
 from distill.engines.protocol.process import program_of, startable
 from distill.engines.protocol.serving_engine import serving_engine
@@ -49,7 +48,7 @@ def time_command(options: TimeOptions) -> int:
 
     Raises UserError: an option out of range, no verdict in the run, no server, or a server with a draft that reports no counts.
     """
-    verdict, heldout = load_verdict(options.run), load_heldout_set(options.run)
+    verdict, heldout = load_verdict(options.run), load_heldout_set(options.run, trusted=options.trust_remote_code)
     # By default two gammas: each costs the start of an engine and its turns.
     default = f"1,{verdict.gamma}" if verdict.gamma > 1 else "1,3"
     asked = (("--load", options.load), ("--gamma", options.gamma or default))
@@ -97,7 +96,9 @@ def time_command(options: TimeOptions) -> int:
                     reads[load, gamma].append(read)
                     shown.advance()
     if len({gamma for _, gamma in blocks}) < 3 or any(len(of) != REPEATS for of in blocks.values()):
-        raise UserError("--url: give two or more engines that draft different numbers of tokens, each always the same")
+        raise UserError(
+            "--gamma, --url: time two or more engines that draft different numbers of tokens, each always the same"
+        )
     one_pass = verdict.drafts[-1].drafting == "parallel"
     each = [step_costs({cell: of[row] for cell, of in blocks.items()}, one_pass) for row in range(REPEATS)]
     costs = step_costs({cell: median(of) for cell, of in blocks.items()}, one_pass)
@@ -132,9 +133,10 @@ def time_serving_engine(run: Run) -> None:
     if engine is None or not run.main or (folder / EngineCosts.FILE).is_file():
         return
     loads = sorted({1, *(config.judge.load if max(config.judge.load, default=1) > 1 else (4,))})
+    trusted, load = config.target.trust_remote_code, ",".join(map(str, loads))
     try:
-        time_command(TimeOptions(folder, engine=engine.key, load=",".join(map(str, loads)), port=free_ports()[0]))
-    except UserError as error:
+        time_command(TimeOptions(folder, None, engine.key, load=load, port=free_ports()[0], trust_remote_code=trusted))
+    except (UserError, ModuleNotFoundError) as error:
         run.say(f"{engine.name} was not timed: {error}; later: understudy time {folder} (docs/serving.md)")
         return
     write_page(folder)
@@ -178,7 +180,7 @@ def _engines(
         yield {f"{root_of(url)}/v1": url != options.plain for url in (options.plain, *(options.url or []))}
         return
     program_of(*startable(options.engine))  # before an export is written
-    with _exported(options.run) as export:
+    with _exported(options) as export:
         for gamma in (0, *gammas):
             asked = ServeOptions(export, options.words, options.engine, port=options.port, alone=not gamma)
             with started(asked, max(1, gamma), requests, tokens) as url:
@@ -186,14 +188,15 @@ def _engines(
 
 
 @contextlib.contextmanager
-def _exported(run: Path) -> Iterator[Path]:
+def _exported(options: TimeOptions) -> Iterator[Path]:
     """The run with its export, or an export of its best draft for as long as the block lasts."""
+    run = options.run
     if (run / EXPORT / SERVING_FILE).is_file():
         yield run
         return
-    export, trusted = run / TIMING, load_config(run / CONFIG).target.trust_remote_code
+    export = run / TIMING
     try:
-        export_run(ExportOptions(run, export, overwrite=True, trust_remote_code=trusted))
+        export_run(ExportOptions(run, export, overwrite=True, trust_remote_code=options.trust_remote_code))
         yield export
     finally:
         for folder in run.glob(f"{TIMING}*"):  # with what an engine made of it

@@ -72,3 +72,4 @@ class TimeOptions:
         str, option("drafted tokens per block of an engine that is started; default: 1 and judge.gamma")
     ] = ""
     port: Annotated[int, option("port for the engine", min=1024, max=65535)] = 8000
+    trust_remote_code: shared.TrustRemoteCode = False
