@@ -36,10 +36,12 @@ def export(options: ExportOptions) -> int:
         check_repository(option, repository)
     report = export_run(options)
     print("\n".join(export_lines(report)))
+    # Both are complete before the first is public.
+    dataset = write_responses(options.run) if options.push_dataset else report.path
+    folders = {"--push": report.path, "--push-dataset": dataset}
     for option, repository in repositories.items():
         kind: Any = "model" if option == "--push" else "dataset"
-        folder = report.path if option == "--push" else write_responses(options.run)
-        print(upload(option, repository, folder, kind))
+        print(upload(option, repository, folders[option], kind))
     return 0
 
 
@@ -75,7 +77,8 @@ def check_export(options: ExportOptions, exported: Path) -> int:
     gamma = read_export(exported)[1].gamma
     with open_pair(config, str(exported), CHECKED_PROMPTS) as pair:
         compared = outside_check(pair, exported, gamma)
-    broken, notes = check_pair(config.target.path, str(exported), trusted=config.target.trust_remote_code)
+    where = config.target
+    broken, notes = check_pair(where.path, str(exported), trusted=where.trust_remote_code, revision=where.revision)
     theirs, (low, high) = compared.theirs, compared.tau_ci
     lines = [f"same greedy tokens as the target alone on {sum(theirs.equal_N)} of {len(theirs.equal_N)} prompts"]
     lines += [f"first difference: {theirs.first_difference}"] if theirs.first_difference else []

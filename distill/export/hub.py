@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from data.responses.store import Store
-from distill.config.layout import CONFIG, HELDOUT, RESPONSES, TRAINING, best_student, run_of
+from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, best_student, run_of
 from distill.config.load import load_config
 from distill.export.destination import appearing_directory
 from distill.models.load import load_tokenizer, public_name, reason_of
@@ -104,7 +104,7 @@ def write_responses(path: Path) -> Path:
             )
 
     with appearing_directory(run / "dataset") as working:
-        for split, name in (("train", TRAINING), ("heldout", HELDOUT)):
+        for split, name in (("train", TRAINING), ("heldout", HELDOUT_GREEDY if config.judge_rule.greedy else HELDOUT)):
             counts[split] = len(Store(run / RESPONSES / name).rows())
             IterableDataset.from_generator(records, gen_kwargs={"name": name}).to_parquet(working / f"{split}.parquet")
         card = CARD.format(target=public_name(config.target.path), sampling=config.serving.sampling.as_dict(), **counts)

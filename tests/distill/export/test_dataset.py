@@ -12,7 +12,8 @@ from data.prompts.prompt import PromptSource
 from data.prompts.sources import load_source
 from data.responses.store import Store
 from distill import respond
-from distill.config.layout import HELDOUT, RESPONSES, TRAINING, best_student
+from distill.config.layout import CONFIG, HELDOUT, HELDOUT_GREEDY, RESPONSES, TRAINING, best_student
+from distill.config.load import dump_config, load_config
 from distill.export.hub import write_responses
 from distill.models.load import load_tokenizer
 
@@ -35,6 +36,16 @@ def test_the_dataset_holds_the_stored_responses(tiny_run: Path, tmp_path: Path) 
     assert card.data.license == "other"
     assert f"{len(made['train'])} to train on, {len(made['heldout'])} held out" in card.text
     assert str(tiny_run.parent) not in card.content
+
+
+def test_the_dataset_of_a_greedy_run_has_its_held_out_responses(tiny_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(tiny_run, tmp_path / "greedy", symlinks=True))
+    config = load_config(run / CONFIG, ["serving.temperature=0"])
+    (run / CONFIG).write_text(dump_config(config))
+    shutil.rmtree(run / RESPONSES / HELDOUT)  # such a run makes none
+    folder = write_responses(run)
+    made = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+    assert len(made["heldout"]) == len(Store(run / RESPONSES / HELDOUT_GREEDY).read()) > 0
 
 
 @pytest.mark.parametrize("place", ["in the run", "as it was pushed"])
