@@ -105,7 +105,8 @@ def as_served(model: Any, device: torch.device) -> Any:
         decompress_module(layer)
         scheme = layer.quantization_scheme
         weight_only = scheme.input_activations is None and (scheme.weights.type, scheme.weights.num_bits) == ("int", 8)
-        if weight_only and layer.weight_scale.shape[1:] == (1,) and device.type == "cpu":
+        whole_rows = layer.weight_scale.shape[1:] == (1,) and scheme.weights.symmetric  # without zero points
+        if weight_only and whole_rows and device.type == "cpu":
             values = (layer.weight.float() / layer.weight_scale.float()).round().to(torch.int8)
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, Int8Linear(values, layer.weight_scale[:, 0], layer.bias))

@@ -1,12 +1,15 @@
 """A draft with 8-bit weights: the numbers that are written, what reads them, and the row of the verdict that judges it."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors import compressors
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_training import TOKENS, tiny_tokenizer, write_target
@@ -98,6 +101,19 @@ def test_what_is_written_is_read_by_transformers_and_served(tmp_path: Path, how:
     with torch.no_grad():
         lost = (served(input_ids=ids).logits.softmax(-1) - plain(input_ids=ids).logits.softmax(-1)).abs().sum(-1) / 2
     assert 0 < lost.mean() < (0.1 if how == "fp8" else 0.05)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_with_zero_points_are_left_to_the_library(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their zero point they can leave the range of 8 bits."""
+    base = importlib.import_module("compressed_tensors.compressors.base")
+    monkeypatch.setattr(base, "decompress_module", lambda layer: None)
+    monkeypatch.setattr(compressors.ModelCompressor, "remove_decompression_hook", lambda self, model: None)
+    model = nn.Sequential(nn.Linear(4, 4))
+    weights = SimpleNamespace(type="int", num_bits=8, symmetric=symmetric)
+    model[0].quantization_scheme = SimpleNamespace(input_activations=None, weights=weights)
+    model[0].weight_scale = torch.ones(4, 1)
+    assert isinstance(as_served(model, torch.device("cpu"))[0], Int8Linear) == symmetric
 
 
 def test_a_missing_library_and_an_unknown_name_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
