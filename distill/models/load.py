@@ -83,12 +83,13 @@ def reason_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn errors of transformers and peft into a UserError of one line that begins with ``what``."""
+    """Turn errors of transformers and peft into a UserError of one line that begins with ``what``. Their checks of a config raise any."""
+    known = (ValueError, TypeError, KeyError, OSError, RuntimeError, HTTPError, StrictDataclassError)
     try:
         yield
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, HTTPError, StrictDataclassError) as error:
+    except (*known, ArithmeticError, AssertionError) as error:
         raise UserError(f"{what}: {reason_of(error)}") from error
 
 

@@ -237,7 +237,9 @@ def outlined_student(config: StudentConfig, target_config: Any, trust_remote_cod
         shape = _architecture_config(config.architecture or {}, vocab_size=rows)
     else:
         shape = read_config("student.path", str(config.path), revision=config.revision)
-    return with_adapters(without_weights(shape), config.lora)
+    with refusing("student.architecture" if config.init == "config" else "student"):
+        outlined = without_weights(shape)
+    return with_adapters(outlined, config.lora)
 
 
 def with_adapters(student: PreTrainedModel, lora: LoraConfig | None) -> Any:

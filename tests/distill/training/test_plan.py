@@ -103,6 +103,15 @@ def test_the_outlined_draft_is_as_large_as_the_one_that_is_made(
     assert {weight.device.type for weight in outlined.parameters()} == {"meta"}
 
 
+@pytest.mark.parametrize("fields", [{"hidden_act": "sillu"}, {"num_attention_heads": 0}, {"pad_token_id": 90}])
+def test_a_draft_that_cannot_be_made_is_one_line(fields: dict[str, Any], tiny_target: Path, tmp_path: Path) -> None:
+    student = {"init": "config", "architecture": {"model_type": "llama", "hidden_size": 16, **fields}}
+    config, side = run_config(tmp_path, student=student).student, load_target_side(str(tiny_target))
+    said = refused(outlined_student, config, side.config)
+    assert said.startswith("student.architecture: ")
+    assert "\n" not in said
+
+
 def test_a_dry_run_needs_no_weights_and_leaves_nothing(
     tiny_config: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
