@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from filelock import AcquireReturnProxy
 
 from data.files import write_bytes, write_json, writing
-from distill.config.layout import CHECKPOINTS, CONFIG, SELF_CHECKS, STUDENT_NOTES
+from distill.config.layout import CHECKPOINTS, CONFIG, ROLLOUTS, SELF_CHECKS, STUDENT_NOTES
 from distill.config.load import dump_config, load_config, parse_config
 from distill.config.origin import remember_origin, spelled
 from distill.config.run import RunConfig
@@ -240,6 +241,7 @@ def claim_folder(config: RunConfig) -> None:
                     f"choose another name=... (its responses may be copied there), or delete the folder"
                 )
         elif path.exists() and path.read_text(encoding="utf-8") != text:
+            shutil.rmtree(folder / ROLLOUTS, ignore_errors=True)  # by a draft of the earlier config
             for stale in (SELF_CHECKS, STUDENT_NOTES):
                 (folder / stale).unlink(missing_ok=True)
         write_bytes(path, text.encode())

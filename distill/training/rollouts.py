@@ -138,7 +138,8 @@ class Rollouts:
         if resumable is not None:
             oldest = min(oldest, resumable // self.config.data.rollouts.every)
         for path in self.folder.glob(f"{kind}-g*"):
-            if path.name.removeprefix(f"{kind}-g").isdigit() and int(path.name[-5:]) < oldest:
+            number = path.name.removeprefix(f"{kind}-g")
+            if number.isdigit() and int(number) < oldest:
                 shutil.rmtree(path, ignore_errors=True)
 
 

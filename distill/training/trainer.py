@@ -110,7 +110,7 @@ class Trainer:
         state = step_folder(run.folder, self.progress.step) / STATE
         if run.seen(state.exists):
             sharding.load_state(accelerator, self.wrapped, self.optimizers, state)
-            self.metrics.cut_after(self.progress.step)
+        self.metrics.cut_after(self.progress.step)
 
     @property
     def module(self) -> DraftModule:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from refusals import refused
 
-from distill.config.layout import CHECKPOINTS, CONFIG
+from distill.config.layout import CHECKPOINTS, CONFIG, ROLLOUTS
 from distill.config.load import load_config
 from distill.config.origin import spelled
 from distill.run.run import claim_folder
@@ -55,6 +55,19 @@ def test_a_run_is_read_and_continued_from_another_folder(began: Path, monkeypatc
     assert load_config(run / CONFIG).target.path == "models/target"
     claim_folder(load_config("run.yaml"))
     claim_folder(load_config("run.yaml", [f"target.path={began}/models/target"]))
+
+
+def test_another_config_before_the_first_checkpoint_forgets_what_another_draft_wrote(
+    began: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(began)
+    folder = load_config("run.yaml").folder
+    (folder / CHECKPOINTS).rmdir()
+    (folder / ROLLOUTS / "student-g00000").mkdir(parents=True)
+    claim_folder(load_config("run.yaml"))
+    assert (folder / ROLLOUTS).exists(), "of the same config"
+    claim_folder(load_config("run.yaml", ["seed=7"]))
+    assert not (folder / ROLLOUTS).exists()
 
 
 def test_a_run_that_was_moved_with_its_files_keeps_its_paths(began: Path, tmp_path: Path) -> None:
