@@ -66,8 +66,8 @@ class StoredTeacher:
         self._read: dict[tuple[int, ...], TopKSignal] = {}
 
     def read_ahead(self, windows: Sequence[Batch]) -> None:
-        """Read the signals of the next micro-batches, also from another thread. Earlier signals that were not used are dropped."""
-        self._read = {batch.indices: self.store.read(batch.indices) for batch in windows}
+        """Read the signals of the next micro-batches, also from another thread, while those of the current step are used."""
+        self._read |= {batch.indices: self.store.read(batch.indices) for batch in windows}
 
     def signal(self, batch: Batch) -> TopKSignal:
         """The stored distributions at the rows of a micro-batch, on its device; UserError if one is missing or damaged."""

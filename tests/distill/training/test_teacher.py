@@ -200,6 +200,12 @@ def test_a_store_is_read_ahead_and_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked == [(0, 3), (1,), (5, 2)], "what was not read before is read now"
     assert same(stored.signal(batches[0]), expected[0])
     assert len(asked) == 4, "nothing is kept"
+    stored.read_ahead(batches[:2])
+    stored.signal(batches[0])
+    stored.read_ahead(batches[2:])  # of the next step, while this one goes on
+    assert same(stored.signal(batches[1]), expected[1])
+    assert same(stored.signal(batches[2]), expected[2])
+    assert len(asked) == 7, "each was read once"
 
 
 def test_a_broken_target_is_reported(tmp_path: Path) -> None:
