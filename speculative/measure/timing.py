@@ -101,6 +101,18 @@ def sample_ways(
     every, began, refused = (Way(TARGET), *ways), time.perf_counter(), dict[str, UserError]()
     samples: Samples = {way.name: {} for way in every}
     running = list(every)
+
+    def tried(way: Way, prompts: Sequence[Prompt]) -> tuple[float, float, float, int] | None:
+        try:
+            return _sample(target, way, prompts, settings, load)
+        except UserError as error:  # later requests may be longer, and take more memory
+            if way.name == TARGET:
+                raise
+            refused[way.name] = error
+            samples.pop(way.name)
+            running.remove(way)
+            return None
+
     for number, prompts in enumerate(requests):
         round_number, place = divmod(number, ROUND)
         if place == 0:
@@ -108,18 +120,11 @@ def sample_ways(
                 time.sleep(REST_SECONDS)
             release()
             for way in list(running):
-                try:
-                    _sample(target, way, prompts, settings, load)  # warm-up, not counted
-                except UserError as error:
-                    if way.name == TARGET:
-                        raise
-                    refused[way.name] = error
-                    samples.pop(way.name)
-                    running.remove(way)
+                tried(way, prompts)  # warm-up, not counted
         start = number % len(running)
-        for way in itertools.chain(running[start:], running[:start]):
-            prefill, spent, tokens, blocks = _sample(target, way, prompts, settings, load)
-            samples[way.name][prompts[0][0]] = Sample(prefill, spent, tokens, blocks, round_number)
+        for way in [*running[start:], *running[:start]]:
+            if (found := tried(way, prompts)) is not None:
+                samples[way.name][prompts[0][0]] = Sample(*found, round_number)
         if number + 1 < least:
             continue
         wanted = imprecise(samples)

@@ -15,7 +15,7 @@ from speculative.decoder.responses import DecodeSettings, Response, Timing
 from speculative.drafters.drafter import ModelDrafter
 from speculative.drafters.lookup import PromptLookup
 from speculative.engine.cached_model import CachedModel
-from speculative.errors import UserError
+from speculative.errors import TooLittleMemory, UserError
 from speculative.measure import timing as timing_module
 from speculative.measure.measured import DRAFT, TARGET, Way
 from speculative.measure.timing import (
@@ -188,6 +188,21 @@ def test_a_round_has_new_memory_and_its_first_responses_do_not_count(monkeypatch
     samples, _ = sample_ways(None, [], [[prompt] for prompt in prompts], DecodeSettings(), least=9)
     assert happened == ["release", "a", "a", "b", "c", "rest", "release", "d", "d", "e"]
     assert {key: own.round_number for key, own in samples[TARGET].items()} == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
+
+
+def test_a_way_that_fails_after_its_first_prompts_is_left_out_alone(monkeypatch):
+    """Later requests may be longer."""
+
+    def decoded(target, drafter, prompts, settings, **_):
+        if drafter == "greedy for memory" and prompts[0][0] == "b":
+            raise TooLittleMemory("no room")
+        return [Response(prompts[0][0], [1], response_ids=[2], blocks=1)], Timing(total_seconds=1.0)
+
+    monkeypatch.setattr(timing_module, "decode", decoded)
+    ways = [Way("large", lambda: "greedy for memory", 2), Way("small", lambda: None, 2)]
+    samples, refused = sample_ways(None, ways, [[(name, [1])] for name in "abc"], DecodeSettings(), least=9)
+    assert {name: [*of] for name, of in samples.items()} == {TARGET: [*"abc"], "small": [*"abc"]}
+    assert {name: str(error) for name, error in refused.items()} == {"large": "no room"}
 
 
 @pytest.mark.simulation
