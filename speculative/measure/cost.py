@@ -3,6 +3,7 @@
 Shapes: none; seconds are per batch, gammas are drafted tokens per block.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -138,8 +139,9 @@ class StepCosts:
         return 1.0 / self.with_prompts(self.block_price(gamma) / tau, 1.0, drafts=gamma > 0)
 
     def paying_tau(self, gamma: int) -> float:
-        """The tau at which that speed-up is 1."""
-        return self.with_prompts(self.block_price(gamma), 0.0) / (1.0 - self.with_prompts(0.0, 1.0))
+        """The tau at which that speed-up is 1; infinity if the draft's own reading of the prompt costs more than it can save."""
+        saved = 1.0 - self.with_prompts(0.0, 1.0)
+        return self.with_prompts(self.block_price(gamma), 0.0) / saved if saved > 0.0 else math.inf
 
 
 def given_costs(

@@ -1,5 +1,6 @@
 """What a tau is worth at a measured price."""
 
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -169,6 +170,10 @@ def test_the_host_and_the_prompt_count_on_both_sides_of_the_speed_up():
     assert costs.speed_up(0, 1.0) == pytest.approx(1.0)
     assert predicted_speed_up(3.0, 4, costs.cost_ratio_at(4), costs.verify_ratio(4)) > 1.1 * timed
     assert costs.speed_up(4, costs.paying_tau(4)) == pytest.approx(1.0)
+    # Of a long prompt and a short answer: the draft reads for longer than the target alone takes for all.
+    short = replace(costs, text=(2000.0, 2.0))
+    assert short.paying_tau(4) == math.inf
+    assert break_even_alpha(4, short.paying_tau(4)) is None
     # What is proposed without a draft has no draft step, and only the target reads its prompt.
     steps = costs.with_prompts(20 * costs.block_price(4, 0), 60.0, drafts=False)
     assert 60.0 / steps == pytest.approx((0.008 + 60 * 0.0021) / (0.008 + 20 * 0.0027))
