@@ -66,9 +66,10 @@ def expanded_tail(confidence: float, prompts: int) -> float:
 def ratio_interval(
     numerators_P: np.ndarray, denominators_P: np.ndarray, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """`intervals_of_sums` of the one number sum(numerators) / sum(denominators), from `RESAMPLES` resamples."""
-    numerators_P = np.asarray(numerators_P, dtype=np.float64)
+    """`intervals_of_sums` of the one number sum(numerators) / sum(denominators), from `RESAMPLES` resamples of the prompts that count."""
     denominators_P = np.asarray(denominators_P, dtype=np.float64)
+    counts_P = denominators_P != 0.0
+    numerators_P, denominators_P = np.asarray(numerators_P, dtype=np.float64)[counts_P], denominators_P[counts_P]
     estimate = float(numerators_P.sum() / denominators_P.sum())
     if np.ptp(numerators_P - estimate * denominators_P) < ROUNDING:
         return estimate, estimate

@@ -46,6 +46,13 @@ def response(key, accepted_counts, gamma, tokens):
     )
 
 
+def test_prompts_without_tokens_do_not_count():
+    """Else a resample could have nothing but them, which has no ratio."""
+    sums, tokens = np.array([2.0, 3.0, 0.0, 0.0]), np.array([4.0, 4.0, 0.0, 0.0])
+    assert ratio_interval(sums, tokens) == ratio_interval(sums[:2], tokens[:2])
+    assert np.isfinite(ratio_interval(sums, tokens)).all()
+
+
 def test_live_metrics_by_hand():
     # 3 + 1 + 4 tokens in three blocks, then 2 + 2 of which the budget cut the last one to a single token.
     responses = [response("a", [2, 0, 3], 3, 8), response("b", [1, 1], 3, 3)]
