@@ -313,7 +313,7 @@ class JudgeConfig(Section):
     ways: tuple[Annotated[str, AfterValidator(_way_to_time)], ...] = ()
     """more ways to decode that the verdict times, besides the drafts, prompt-lookup, past-responses and lookup+draft:
     token-tree, early-exit, lookahead; their tau is counted live"""
-    lenience: tuple[Annotated[float, Field(ge=1)], ...] = ()
+    lenience: tuple[Annotated[float, Field(gt=1)], ...] = ()
     """LOSSY ways to time: a drafted token is kept with min(1, lenience * target / draft); docs/verdict.md"""
 
     @property

@@ -155,6 +155,7 @@ def test_the_fastest_way_is_not_recommended_if_it_is_lossy_and_every_table_and_s
     ("changes", "told"),
     [
         (["judge.lenience=[0.5]"], "judge.lenience"),
+        (["judge.lenience=[1.0]"], "judge.lenience"),  # nothing is lossy there
         (["judge.lenience=[2.0]", "serving.temperature=0"], "judge.lenience"),
         (["judge.lenience=[2.0]", "judge.live=never"], "judge.live"),
     ],
