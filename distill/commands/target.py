@@ -1,5 +1,6 @@
 """Open the target of a command, on a device and in a dtype."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +18,9 @@ def open_target(path: str, dtype: str, device: str) -> Target:
     Raises UserError: a missing target or device, an unknown dtype.
     """
     has_cuda = torch.cuda.is_available()
-    try:
-        place = torch.device(device or ("cuda" if has_cuda else "cpu"))
-    except RuntimeError:
-        raise UserError(f"--device {device}: choose cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"(cpu|cuda(:\d+)?)?", device):
+        raise UserError(f"--device {device}: choose cpu, cuda or cuda:N")
+    place = torch.device(device or ("cuda" if has_cuda else "cpu"))
     if place.type == "cuda" and (place.index or 0) >= (torch.cuda.device_count() if has_cuda else 0):
         raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices; try --device cpu")
     check_known("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))

@@ -118,7 +118,7 @@ def parse_gamma(text: str) -> int:
         return DEFAULT_GAMMA
     if text == "auto":
         return ADAPTIVE_GAMMA
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--gamma {text}: give a number of at least 1, or auto (plain decoding is --drafter none)")
     if int(text) > MOST_GAMMA:
         raise UserError(f"--gamma {text}: more than {MOST_GAMMA} drafted tokens per block never pay off")

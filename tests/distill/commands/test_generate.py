@@ -152,6 +152,8 @@ def test_prompts_are_what_a_config_reads(chat_target: Path, tiny_target: Path, t
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt: no such file"),
         (["--draft", "nowhere"], "nowhere"),
         (["--device", "abacus"], "--device abacus: choose cpu, cuda or cuda:N"),
+        (["--device", "meta"], "--device meta: choose cpu, cuda or cuda:N"),
+        (["--drafter", "prompt-lookup", "--gamma", "²"], "--gamma ²: give a number of at least 1, or auto"),
         (["--dtype", "int4"], "--dtype int4"),
         (["--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
         (["--out", "/dev/null"], "is not a regular file"),
