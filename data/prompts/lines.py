@@ -17,7 +17,7 @@ Rows = Iterable[tuple[int, dict[str, Any]]]
 
 SUFFIXES = (".gz", ".bz2", ".zst")  # of compressed files
 # Compressed files and archives that are not read, by their first bytes.
-_NOT_READ = {b"\xfd7zXZ": "xz", b"PK": "zip", b"7z\xbc\xaf": "7z", b"Rar!": "rar", b"\x04\x22\x4d\x18": "lz4"}
+_NOT_READ = {b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"7z\xbc\xaf": "7z", b"Rar!": "rar", b"\x04\x22\x4d\x18": "lz4"}
 _NAMELESS = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}  # read by their suffix only
 
 

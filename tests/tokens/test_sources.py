@@ -470,3 +470,8 @@ def test_a_malformed_file_is_named(tmp_path, name, content, complaint):
     path = tmp_path / name
     path.write_bytes(content)
     assert refusal(path=str(path)).startswith(f"{path}{complaint}")
+
+
+def test_text_may_begin_as_an_archive_does(tmp_path):
+    (tmp_path / "keys.csv").write_text("PK,prompt\n1,Hello\n")
+    assert [row.text for row in load(path=str(tmp_path / "keys.csv"), prompt_column="prompt")] == ["Hello"]
