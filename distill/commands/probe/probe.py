@@ -62,6 +62,13 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
             longest = max(len(ids) for _, ids in prompts) + options.max_tokens
             drafts = [way for path in options.drafts or () for way in _ways(_probed(path, opened, longest))]
         _require_one(drafts)
+        served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
+        models = {
+            id(probed.draft.model): (probed.name, probed.draft.model)
+            for probed in drafts[::-1]
+            if probed.draft is not None
+        }
+        room = None if device is None else memory_of(device, served, target, list(models.values())[::-1])
         with stages("self-check"):
             few = replace(decode_settings(options, opened, plan.lead[0]), gamma=4, seed=0)
             few = replace(few, max_tokens=min(CHECKED_TOKENS, options.max_tokens))
@@ -91,12 +98,6 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
             price for probed in drafts for price in probed.prices if price.batch_size == plan.batch_sizes[0]
         ]
         warning = next(about.warning for _, about in facts if about.text == lead_text)
-        served = saved_dtype(target.config) if options.dtype == "auto" else target.dtype
-        models = {
-            id(probed.draft.model): (probed.name, probed.draft.model)
-            for probed in drafts[::-1]
-            if probed.draft is not None
-        }
         result = Probe(
             target=_described(options.target, target),
             settings=_settings(options, plan, len(prompts), opened.device),
@@ -111,7 +112,7 @@ def probe(options: ProbeOptions, console: Console | None = None) -> Probe:
                 *([f"the target's steps ran as {first.steps}"] if first.steps else []),
                 *busy_machine([first.target_seconds, *(price.target_step_seconds for price in first_prices)]),
             ],
-            memory=None if device is None else memory_of(device, served, target, list(models.values())[::-1]),
+            memory=room,
             seconds=stages.seconds,
             decision=decision,
             best=None if best is None else best.name,
