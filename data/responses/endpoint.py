@@ -89,9 +89,11 @@ class EndpointTarget:
             listed = self._ask(lambda: {str(model.id): model for model in self.client.models.list()})
             url, wanted, names = self.endpoint.url, self.endpoint.model, ", ".join(listed) or "no model"
             if wanted is None and len(listed) != 1:
-                raise WrongServer(f"target.endpoint.model (--model): {url} serves {names}; set one of them")
+                raise WrongServer(
+                    f"{url} serves {names}, so target.endpoint.model must name one of them; other commands need a server of one name"
+                )
             if wanted is not None and wanted not in listed:
-                raise WrongServer(f"target.endpoint.model (--model) = {wanted}: {url} serves {names}")
+                raise WrongServer(f"target.endpoint.model = {wanted}: {url} serves {names}")
             self._model = wanted or next(iter(listed))
             # Not of every server: the directory or hub id behind the name.
             self._root = getattr(listed[self._model], "root", None)

@@ -95,7 +95,7 @@ def row_losses(
 ) -> Rows:
     """The objectives' value at each row. Only `loss_C` passes gradients to the student's logits.
 
-    `weights_C` multiplies the loss; a second column is the weight of ce, which the first multiplies.
+    `weights_C` multiplies the loss.
     """
     scores_CV, labels_C1 = _scores(student_logits_CV, objective.temperature), labels_C.unsqueeze(-1)
     if isinstance(against, Tensor):

@@ -119,6 +119,11 @@ def last_screen(
     places.add_row("best checkpoint", str(run / BEST_LINK))
     if export is not None:
         places.add_row("exported draft", f"{export}  (how to serve it: {export / 'SERVING.md'})")
-    console.print(places, highlight=False)
+    console.print(places, highlight=False, markup=False)
     if export is None:
-        console.print(f"next             understudy export {run} --to {run / EXPORT}", highlight=False, soft_wrap=True)
+        console.print(
+            f"next             understudy export {run} --to {run / EXPORT}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
