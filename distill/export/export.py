@@ -53,14 +53,10 @@ class ExportReport:
     path: Path
     dtype: str
     parameters: int
-    gamma: int
-    gain: bool | None  # None if not measured
     vocabulary: VocabularyAgreement
     engines: list[EngineVerdict]
-    merge_error: float | None  # largest change of a logit from merging the adapter, in float32; None without an adapter
     warnings: list[str]
     checks: list[str]
-    files: list[str]
 
 
 def export_draft(
@@ -121,21 +117,17 @@ def export_draft(
                 "warnings": warnings,
                 "checks": checks,
             }
-            files = _write_pages(working, serving, run)
+            _write_pages(working, serving, run)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}; free space there or choose another directory") from error
     return ExportReport(
         path=path,
         dtype=dtype_name(export_dtype),
         parameters=parameters,
-        gamma=plan.gamma,
-        gain=plan.gain,
         vocabulary=student.agreement,
         engines=engines,
-        merge_error=student.merge_error,
         warnings=warnings,
         checks=checks,
-        files=files,
     )
 
 
@@ -226,8 +218,8 @@ def _warnings(gamma: int, gain: bool | None, quantize: str | None) -> list[str]:
     return warnings
 
 
-def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> list[str]:
-    """Write pages and records; return the sorted names of all entries of the directory."""
+def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> None:
+    """Write pages and records. serving.json names all entries of the directory."""
     verdict, provenance = run.verdict, run.provenance
     texts = {"SERVING.md": serving_page(serving), "README.md": model_card(serving, verdict, provenance)}
     if verdict is not None:
@@ -238,7 +230,6 @@ def _write_pages(working: Path, serving: dict[str, Any], run: RunFacts) -> list[
     texts[SERVING_FILE] = json.dumps({**serving, "files": files}, indent=2) + "\n"
     for name, text in texts.items():
         (working / name).write_text(text, encoding="utf-8")
-    return files
 
 
 def take_over_ids(model: Any, target_side: TargetSide, gamma: int, sampling: SamplingSettings | None) -> None:

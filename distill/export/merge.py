@@ -29,7 +29,6 @@ class MergedStudent:
 
     model: Any
     agreement: VocabularyAgreement
-    merge_error: float | None  # largest change of a logit from merging, in float32; None without an adapter
     notes: list[str]
 
 
@@ -57,7 +56,6 @@ def load_merged_student(
     agreement = require_agreement(compare_vocabularies(target_tokenizer, target_rows, student_tokenizer, rows))
     # Rows come first: an adapter trained on repaired rows fits only repaired rows.
     repair_rows(model, target_rows, agreement.token_rows)
-    merge_error = None
     if base is not None:
         adapter = Record.read(student_dir / ADAPTER_FILE, "save the adapter again").record()
         modules = adapter.get("target_modules") or []
@@ -65,12 +63,12 @@ def load_merged_student(
             notes.append(
                 "the adapter changes a tied embedding, so head and embedding are both exported: a larger draft"
             )
-        model, merge_error = _merged(model, student_dir, agreement.token_rows)
-    return MergedStudent(model.eval(), agreement, merge_error, notes)
+        model = _merged(model, student_dir, agreement.token_rows)
+    return MergedStudent(model.eval(), agreement, notes)
 
 
-def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]:
-    """Return the model with the adapter merged, and the largest change of a logit from merging."""
+def _merged(model: Any, adapter_dir: Path, token_rows: int) -> Any:
+    """Return the model with the adapter merged."""
     from peft import PeftModel  # imported late: it takes a second and only adapters need it
 
     ids_BT = torch.arange(min(16, token_rows))[None]
@@ -99,4 +97,4 @@ def _merged(model: Any, adapter_dir: Path, token_rows: int) -> tuple[Any, float]
             merged.config.get_text_config(), ["lm_head"]
         )  # the adapter brought a head of its own (modules_to_save)
         give_own_head(merged)
-    return merged, merge_error
+    return merged

@@ -157,7 +157,6 @@ def test_the_directory_is_the_student_in_the_targets_dtype(exported, student_dir
     assert loaded.chat_template == TEMPLATE
     assert (draft.config.eos_token_id, draft.config.pad_token_id) == (0, 1)
     assert any("the export was reloaded" in check for check in exported.checks)
-    assert sorted(entry.name for entry in exported.path.iterdir()) == exported.files
     assert [entry.name for entry in exported.path.parent.iterdir()] == [exported.path.name]
     assert exported.path.stat().st_mode & 0o777 == 0o755
 
@@ -197,7 +196,7 @@ def test_serving_json(exported, target_dir, tokenizer):
         assert f"rule {engine['rule']} at temperature > 0: replay predicts tau {predicted}" in engine["rule_note"]
     assert serving["engines"]["vLLM"]["rule"] == "sample-untruncated"
     assert serving["sampling"] == {"temperature": 0.7, "top_p": 0.9}
-    assert serving["files"] == exported.files
+    assert serving["files"] == sorted(entry.name for entry in exported.path.iterdir())
 
 
 def commands_again(directory):
@@ -360,7 +359,6 @@ def test_an_adapter_is_merged(tmp_path, target_dir, tokenizer, base_rows):
     # float32: W + BA once against Wx + B(Ax)
     torch.testing.assert_close(logits(draft), logits(adapted), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(logits(draft)[..., : len(tokenizer)], logits(base)[..., : len(tokenizer)], atol=0.1)
-    assert report.merge_error < 1e-3
     assert not (report.path / "adapter_config.json").exists()
     with pytest.raises(UserError, match="overlaps"):
         export(adapter_dir, target_dir, base_dir / "inside")
@@ -402,10 +400,10 @@ def test_an_adapter_without_its_base_is_refused(tmp_path, target_dir):
 
 def test_without_a_verdict_it_says_not_measured(tmp_path, student_dir, target_dir):
     report = export(student_dir, target_dir, tmp_path / "out")
-    assert (report.gain, report.gamma) == (None, 4)
+    serving = json.loads((report.path / "serving.json").read_text())
+    assert (serving["measured"], serving["gain"], serving["gamma"]) == (None, None, 4)
     assert "Not measured" in (report.path / "README.md").read_text()
     assert "not measured" in (report.path / "SERVING.md").read_text()
-    assert json.loads((report.path / "serving.json").read_text())["measured"] is None
 
 
 def test_a_long_entry_does_not_bury_the_card(tmp_path, student_dir, target_dir):
@@ -419,7 +417,8 @@ def test_a_long_entry_does_not_bury_the_card(tmp_path, student_dir, target_dir):
 def test_no_gain_is_reported_plainly(tmp_path, student_dir, target_dir):
     verdict = make_verdict([timed(DRAFT, 0, speed_up=1.0)], run=TARGET, pays=False, headline="It cost time.")
     report = export(student_dir, target_dir, tmp_path / "out", verdict=verdict)
-    assert (report.gain, report.gamma) == (False, 5)
+    serving = json.loads((report.path / "serving.json").read_text())
+    assert (serving["gain"], serving["gamma"]) == (False, 5)
     for page in ("README.md", "SERVING.md"):
         assert "No certain gain" in (report.path / page).read_text()
         assert "It cost time." in (report.path / page).read_text()
@@ -474,7 +473,6 @@ def test_a_draft_of_one_pass_is_used_token_by_token_by_transformers_at_the_gamma
         assert f'"num_speculative_tokens":{gamma}' in found["vLLM"].command
         assert commands_again(report.path)["vLLM"] == found["vLLM"].command
         assert json.loads((report.path / "generation_config.json").read_text())["num_assistant_tokens"] == 2
-        assert report.gamma == gamma
         assert f"use gamma {gamma} (the fastest measured" in (report.path / "README.md").read_text()
 
 

@@ -52,7 +52,7 @@ def test_one_table_of_gammas_everywhere(tmp_path, pair, monkeypatch, measured, g
     verdict = make_verdict(rows, run=TARGET if measured.get(1) == 0 else DRAFT)
     report = export(best_student(pair), pair / "target", tmp_path / "out", verdict=verdict)
     serving = json.loads((report.path / "serving.json").read_text())
-    assert report.gamma == serving["gamma"] == serving["facts"]["gamma"] == gamma
+    assert serving["gamma"] == serving["facts"]["gamma"] == gamma
     assert serving["gamma_by_load"] == serving["facts"]["gamma_by_load"] == table
     page = (report.path / "SERVING.md").read_text()
     assert f"draft gamma = {gamma} tokens" in page
