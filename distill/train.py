@@ -216,7 +216,7 @@ def keep(trainer: Trainer, judge: DraftJudge, checkpoint: Checkpoint, path: Path
     keep_judgement(run, step)
     missed = run.seen(lambda: missed_checks(run.folder))
     if run.config.judge.live == "checkpoint" and step in missed and len(missed) >= MOST_MISSES:
-        if run.config.at_server:
+        if run.config.target.at_server:
             raise SelfCheckError(
                 f"new responses of the server differ from the stored ones by more than chance at {len(missed)} checkpoints (steps "
                 f"{', '.join(map(str, missed))}), so another model or other settings answer now; give the run another name, or "

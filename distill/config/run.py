@@ -102,19 +102,19 @@ def _of_blocks(c: "RunConfig") -> Iterator[str]:
 def _of_targets(c: "RunConfig") -> Iterator[str]:
     """The same for targets that are not whole in this process, and for weights of the loss."""
     # A target that only servers have.
-    if c.at_server and c.judge.live == "end":
+    if c.target.at_server and c.judge.live == "end":
         yield (
             "target.endpoint.weights: server: without the target's weights nothing can be decoded for the verdict; set "
             "judge.live: checkpoint (new responses of the server prove the stored ones) or never"
         )
-    if c.at_server and c.student.init == "carved":
+    if c.target.at_server and c.student.init == "carved":
         yield (
             "target.endpoint.weights: server: a draft cannot be carved without the target's weights; set student.init: "
             "pretrained or config"
         )
-    if c.at_server and c.asks_more_than_server_gives:
+    if c.target.at_server and not c.only_ce and (c.signal.source != "store" or c.loss.temperature != 1):
         yield "target.endpoint.weights: server only supports signal.source: store and loss.temperature: 1"
-    if c.at_server and c.data.responses == "logged":
+    if c.target.at_server and c.data.responses == "logged":
         yield (
             "target.endpoint.weights: server: logged answers are checked with the target's weights; set data.responses: "
             "fresh"
@@ -131,7 +131,7 @@ def _of_targets(c: "RunConfig") -> Iterator[str]:
             "target cannot do; set data.mix.student and .speculative to 0 and another signal.source"
         )
     # Loss weights.
-    if c.loss.prompt_weight and c.at_server:
+    if c.loss.prompt_weight and c.target.at_server:
         yield "loss.prompt_weight: a server returns probabilities of response tokens only; set it to 0"
 
 
@@ -183,19 +183,9 @@ class RunConfig(Section):
         return self.objective_names() == {"ce"}
 
     @property
-    def at_server(self) -> bool:
-        """Whether only servers have the target's weights."""
-        return self.target.at_server
-
-    @property
     def decodes(self) -> bool:
         """Whether anything is decoded with the target, at checkpoints or at the end."""
-        return self.judge.live != "never" and not self.at_server
-
-    @property
-    def asks_more_than_server_gives(self) -> bool:
-        """Whether the objective needs more than stored top-k probabilities, which is what a server can give."""
-        return not self.only_ce and not (self.signal.source == "store" and self.loss.temperature == 1)
+        return self.judge.live != "never" and not self.target.at_server
 
     def objective_names(self) -> set[str]:
         """Names of all objectives that the run uses in some step."""

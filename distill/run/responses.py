@@ -253,7 +253,7 @@ class RunData:
             with self.target.loaded() as model:
                 return local_says(model, plan.prompts)
 
-        if servers.local is None and not config.at_server:
+        if servers.local is None and not config.target.at_server:
             servers.local = self.run.seen(local)
         stored = config.signal.source != "online" and store.folder.name == TRAINING
         size = bytes_per_token(config.signal.k, facts.vocab_rows) if stored else 0.0

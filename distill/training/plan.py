@@ -74,7 +74,7 @@ def prompt_lines(prompt: RenderedPrompt, tokenizer: Any) -> list[str]:
 
 def _memory(config: RunConfig, target: Target, draft: Any, longest: int, ranks: int) -> dict[str, float]:
     """Bytes on one device, by part."""
-    facts, there = target.facts, not config.at_server and config.signal.source != "store"
+    facts, there = target.facts, not config.target.at_server and config.signal.source != "store"
     sizes = [(weight.numel(), weight.requires_grad) for weight in draft.parameters()]
     parts: dict[str, float] = {}
     if there:

@@ -72,7 +72,7 @@ class DraftJudge:
         served = self._draft(draft)
         record = {"step": step} | self._replayed(served, parts)
         if self.judging.live == "checkpoint":
-            prove = self._asked if self.run.config.at_server else self._decoded
+            prove = self._asked if self.run.config.target.at_server else self._decoded
             record |= prove(served, step, parts)
         release()  # Training needs the memory until the next checkpoint is judged.
         return record | {"ranks": self.run.ranks}

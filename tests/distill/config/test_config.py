@@ -82,7 +82,7 @@ def test_addresses_of_servers_are_checked_before_they_are_asked(tmp_path: Path, 
     assert said in refused(lambda: load_config(path, [f"target.endpoint={endpoint}"]))
     both = load_config(path, ["target.endpoint.urls=['http://a/v1','http://b:1/v1']"])
     assert both.target.endpoint is not None
-    assert (both.at_server, both.target.endpoint.url) == (False, "http://a/v1"), "the weights are here"
+    assert (both.target.at_server, both.target.endpoint.url) == (False, "http://a/v1"), "the weights are here"
 
 
 def test_text_that_looks_like_a_number_stays_text_in_a_name(tmp_path: Path) -> None:
