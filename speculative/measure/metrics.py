@@ -16,7 +16,7 @@ from speculative.errors import UserError
 from speculative.measure.intervals import Interval, intervals_of_sums, ratio_interval, sum_by_prompt
 from speculative.measure.measured import Measured, Waits
 from speculative.measure.record import Record
-from speculative.measure.replay import expected_blocks_of, survival_of
+from speculative.measure.replay import expected_blocks_of, shares_of, survival_of
 from speculative.measure.token_scores import TokenScores, accepted_sums, scored_gammas
 from speculative.rules.rule import Rule
 
@@ -124,13 +124,6 @@ def ratio_with_interval(
     return float(over_P.sum() / under_P.sum()), ratio_interval(over_P, under_P, confidence)
 
 
-def survival(accepted_counts: Sequence[int], gamma: int, drafted_counts: Sequence[int] | None = None) -> list[float]:
-    """P(the first j drafted tokens of a block are all accepted) for j = 1..gamma, over blocks that drafted j or more."""
-    accepted = np.asarray(accepted_counts)
-    drafted = np.full(len(accepted), gamma) if drafted_counts is None else np.asarray(drafted_counts)
-    return [float((accepted >= j).sum() / max(1, (drafted >= j).sum())) for j in range(1, gamma + 1)]
-
-
 class LiveNumbers(TypedDict):
     """Numbers of a live run at one gamma.
 
@@ -156,16 +149,18 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
     keys = [tuple(response.prompt_ids) for response in responses]
     tokens_P = sum_by_prompt(keys, np.array([len(response.response_ids) for response in responses]))
     blocks_P = sum_by_prompt(keys, np.array([response.blocks for response in responses]))
-    counts = [count for response in responses for count in response.accepted_counts]
-    drafted = [count for response in responses for count in response.drafted_counts]
+    accepted = np.array([count for response in responses for count in response.accepted_counts])
+    drafted = np.array([count for response in responses for count in response.drafted_counts])
+    places_J1 = np.arange(1, gamma + 1)[:, None]
+    survival, accepted_per_drafted = shares_of((drafted >= places_J1).sum(1), (accepted >= places_J1).sum(1))
     tested = sum(response.tested for response in responses)
     return {
         "tau": float(tokens_P.sum() / blocks_P.sum()),
         "tau_ci": ratio_interval(tokens_P, blocks_P),
-        "accepted_per_drafted": sum(counts) / max(1, sum(drafted)),
-        "accepted_per_tested": sum(counts) / max(1, tested),
+        "accepted_per_drafted": accepted_per_drafted,
+        "accepted_per_tested": float(accepted.sum() / max(1, tested)),
         "overlap": sum(response.overlap_sum for response in responses) / max(1, tested),
-        "survival": survival(counts, gamma, drafted),
+        "survival": survival,
         "live_tokens": int(tokens_P.sum()),
         "blocks": int(blocks_P.sum()),
     }

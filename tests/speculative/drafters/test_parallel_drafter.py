@@ -23,7 +23,7 @@ from speculative.drafters.gamma import AdaptiveGamma
 from speculative.drafters.lookup import PromptLookup
 from speculative.drafters.lookup_draft import LookupDraft
 from speculative.measure.baseline_replay import kept_by_lookup
-from speculative.measure.metrics import survival
+from speculative.measure.metrics import live_metrics
 from speculative.measure.replay import agreement_of, expected_blocks_of, survival_of
 from speculative.measure.token_scores import score_tokens
 from speculative.rules.processors import LogitsRules
@@ -115,8 +115,7 @@ def test_replay_agrees_with_live_decoding_and_with_its_survival(rule: str) -> No
     live, _ = decode(SMALL_TARGET, ParallelDrafter(SMALL), small_prompts(120), settings, batch_size=120)
     scores, counted = score_tokens(SMALL, live, SAMPLED, offsets=4), [response.blocks for response in live]
     assert abs(agreement_of(scores, Rule.named(rule), counted, 4).z) < 3.5
-    kept = [count for response in live for count in response.accepted_counts]
-    np.testing.assert_allclose(survival_of(scores, Rule.named(rule), 4), survival(kept, 4), atol=0.03)
+    np.testing.assert_allclose(survival_of(scores, Rule.named(rule), 4), live_metrics(live, 4)["survival"], atol=0.03)
     # As one that drafts token by token it would keep another number.
     assert not agreement_of(score_tokens(SMALL, live, SAMPLED), Rule.named(rule), counted, 4).agrees
 
