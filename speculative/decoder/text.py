@@ -59,7 +59,7 @@ class TextStream:
         """Append one token. Not to be called after a stop string or `finish`."""
         assert not self._ended, "push() after the end"
         self._window_ids.append(token_id)
-        fresh = self._decode(self._window_ids)[self._window_final :]
+        fresh = decoded(self._tokenizer, self._window_ids)[self._window_final :]
         # No stop string begins in the sent text: it would have been held back.
         found = self._find_stop(self._pending + fresh)
         if found is not None:
@@ -75,11 +75,6 @@ class TextStream:
         self._ended = True
         self._pending, self._open = self._pending + self._open, ""
         return self._send(len(self._pending))
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
 
     def _send(self, length: int) -> str:
         piece, self._pending = self._pending[:length], self._pending[length:]
@@ -103,7 +98,7 @@ class TextStream:
             # token stays in the window: a decoder may treat a first token in its own way (drop its leading space). Tokens
             # without a text of their own (skipped ones, a space alone) do not protect the next from that.
             last_id = self._window_ids[-1]
-            last_text = self._decode([last_id])
+            last_text = decoded(self._tokenizer, [last_id])
             if last_text != "" and BYTE_PIECE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(last_id))) is None:
                 self._window_ids, self._window_final = [last_id], len(last_text)
                 return len(fresh)
@@ -121,6 +116,13 @@ class TextStream:
             if any(stop.startswith(end) for stop in self._stop):
                 return len(end)
         return 0
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The text of a list of ids; the tokenizer itself may also return a list of texts."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str)
+    return text
 
 
 def decoding_of(tokenizer: PreTrainedTokenizerBase) -> Decoding:

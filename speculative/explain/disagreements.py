@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from speculative.decoder.text import UNDECODED
+from speculative.decoder.text import UNDECODED, decoded
 from speculative.explain.slices import SlicedText
 from speculative.explain.token_class import token_text
 from speculative.measure.record import Record, Text
@@ -147,6 +147,4 @@ def _kept_where(scores: TokenScores, right: np.ndarray) -> TokenScores:
 
 
 def _context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    text = tokenizer.decode(list(ids), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text.lstrip(UNDECODED)  # The cut may split a character.
+    return decoded(tokenizer, ids).lstrip(UNDECODED)  # The cut may split a character.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from speculative.decoder.text import UNDECODED
+from speculative.decoder.text import UNDECODED, decoded
 
 CLASSES = ("word start", "word continuation", "identifier", "digits", "punctuation", "whitespace", "special", "other")
 NAME_RUN = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
@@ -29,12 +29,12 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list
     settled_length = 0  # Characters of the window's text that have their token.
     for place, token_id in enumerate(ids):
         window.append(int(token_id))
-        text = _decode(tokenizer, window)
+        text = decoded(tokenizer, window)
         last = place == len(ids) - 1
         settled = len(text) if last else max(settled_length, len(text.rstrip(UNDECODED)))
         pieces.append(text[settled_length:settled])
         settled_length = settled
-        alone = _decode(tokenizer, window[-1:])
+        alone = decoded(tokenizer, window[-1:])
         # One token stays as the past of the next: a decoder may treat a first token in its own way (drop its space).
         if alone and UNDECODED not in alone and settled == len(text):
             window, settled_length = window[-1:], len(alone)
@@ -43,8 +43,7 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     """One token as a reader should see it by itself: its text, a special token's name, `<id 231>` for part of a character."""
-    text = tokenizer.decode([int(token_id)], skip_special_tokens=False)
-    assert isinstance(text, str)
+    text = decoded(tokenizer, [int(token_id)], skip_special_tokens=False)
     if not text or UNDECODED in text:
         return f"<id {int(token_id)}>"
     symbol = str(tokenizer.convert_ids_to_tokens(int(token_id)))
@@ -99,9 +98,3 @@ def _inside_word(text: str, place: int) -> bool:
 def _is_punctuation(character: str) -> bool:
     category = unicodedata.category(character)
     return category[0] == "P" or category in ("Sm", "Sc", "Sk") or character.isspace()
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert isinstance(text, str)
-    return text
