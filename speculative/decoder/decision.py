@@ -45,9 +45,8 @@ def decide(
     if uniforms_RGU is None:
         target_ids, peaks = most_likely_and_peak(logits)
         if proposal.tree is not None:
-            walked = verify_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
-            drafted_RD = _path_ids(proposal.ids_RG, walked.path_BD)
-            return Decision(peaks, walked.accepted_B, walked.next_ids_B, drafted_RD, path_RD=walked.path_BD)
+            accepted, path_RD, next_ids = verify_tree_greedy(proposal.tree, target_ids, proposal.ids_RG)
+            return Decision(peaks, accepted, next_ids, _path_ids(proposal.ids_RG, path_RD), path_RD=path_RD)
         if not settings.rule.lossless:
             lenience = settings.rule.lenience
             target_ids[:, :-1] = lenient_ids(lenience, logits[:, :-1], target_ids[:, :-1], proposal.ids_RG)

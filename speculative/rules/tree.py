@@ -255,20 +255,16 @@ def verify_tree(
     return VerifiedTree(accepted_B, path_BD, next_ids_B, overlap_BD, accept_probs_BDK)
 
 
-def verify_tree_greedy(tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_BN: torch.Tensor) -> VerifiedTree:
-    """`verify_tree` at temperature 0, from the target's argmax after every node, without rows of V. Of equal siblings the one that leads
-    deepest is taken.
+def verify_tree_greedy(
+    tree: TokenTree, target_ids_BN1: torch.Tensor, node_ids_BN: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first three of `verify_tree` at temperature 0, from the target's argmax after every node, without rows of V. Of equal siblings
+    the one that leads deepest is taken.
     """
     tensors = tree.on(node_ids_BN.device)
     stop_B = _deepest(tensors, target_ids_BN1[:, tensors.parents_N] == node_ids_BN)
-    path_BD = tensors.paths_N1D[stop_B]
     next_ids_B = target_ids_BN1.gather(1, stop_B.unsqueeze(-1)).squeeze(-1)
-    # Slot of the node on the path, modulo K: its number among its siblings.
-    kept_BD = path_BD > 0
-    sibling_BD = tensors.slots_N[path_BD - 1] % tree.max_children
-    siblings_K = torch.arange(tree.max_children, device=path_BD.device)
-    taken_BDK = (siblings_K == sibling_BD.unsqueeze(-1)) & kept_BD.unsqueeze(-1)
-    return VerifiedTree(tensors.depths_N1[stop_B], path_BD, next_ids_B, kept_BD.float(), taken_BDK.float())
+    return tensors.depths_N1[stop_B], tensors.paths_N1D[stop_B], next_ids_B
 
 
 class _Judged(NamedTuple):

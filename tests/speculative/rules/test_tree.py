@@ -168,7 +168,7 @@ def test_the_greedy_shortcut_equals_the_general_rule_on_one_hot_rows(shape):
     target_ids = torch.randint(vocab, (500, tree.size + 1), generator=generator)
     coins, uniforms = torch.rand(500, tree.depth, tree.max_children), torch.rand(500, tree.depth + 1)
     dense = verify_tree(tree, one_hot(target_ids, vocab), ids, None, coins, uniforms)
-    for got, expected in zip(verify_tree_greedy(tree, target_ids, ids), dense, strict=True):
+    for got, expected in zip(verify_tree_greedy(tree, target_ids, ids), dense[:3], strict=True):
         assert torch.equal(got, expected)
     assert dense.accepted_B.max() == tree.depth
 
