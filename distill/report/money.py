@@ -57,7 +57,7 @@ def parse_prices(text: str) -> Prices | None:
 def price_rows(verdict: Verdict, prices: Prices) -> list[PriceRow]:
     """One row per measured load, one request first; empty where nothing was timed."""
     rows = list[PriceRow]()
-    spent, tokens = run_price(verdict, prices), verdict.tokens / max(1, verdict.prompts)
+    spent, tokens = run_hours(verdict) * prices.alone, verdict.tokens / max(1, verdict.prompts)
     for load in verdict.concurrencies:
         pair = verdict.row(TARGET, load), verdict.row(verdict.drafts[-1].way, load)
         plain, faster = (row.tokens_per_second if row else None for row in pair)
@@ -68,11 +68,6 @@ def price_rows(verdict: Verdict, prices: Prices) -> list[PriceRow]:
     return rows
 
 
-def run_price(verdict: Verdict, prices: Prices) -> float:
-    """Cost of the run's own time at the price without a draft; 0 where the time is not known."""
-    return run_hours(verdict) * prices.alone
-
-
 def run_hours(verdict: Verdict) -> float:
-    """Hours of all stages; `train/...` are parts of one stage and are not added again."""
+    """Hours of all stages, 0 where the time is not known; `train/...` are parts of one stage and are not added again."""
     return sum(seconds for stage, seconds in verdict.seconds.items() if "/" not in stage) / SECONDS_AN_HOUR

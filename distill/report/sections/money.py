@@ -1,6 +1,6 @@
 """Cost of tokens and responses, if prices were given."""
 
-from distill.report.money import Prices, price_rows, run_hours, run_price
+from distill.report.money import Prices, price_rows, run_hours
 from distill.report.section import Content, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
@@ -18,7 +18,7 @@ def money(view: View) -> Content:
 
 def money_lines(verdict: Verdict, prices: Prices) -> list[str]:
     """The assumptions of the table, and when the run is repaid."""
-    return say("money", verdict, prices, price_rows(verdict, prices), run_hours(verdict), run_price(verdict, prices))
+    return say("money", verdict, prices, price_rows(verdict, prices), run_hours(verdict))
 
 
 def money_table(verdict: Verdict, prices: Prices) -> Table | None:
