@@ -304,7 +304,7 @@ def judge(
 ) -> tuple[Judgement, list[Response]]:
     """Return (all numbers of one draft, responses of the live run): `judge_by_replay`, and each held-out prompt decoded live once.
 
-    Adds {tau, tau_ci, accepted_per_drafted, accepted_per_tested, overlap, survival, live_tokens, blocks, replay_check}, the live numbers
+    Adds {tau, tau_ci, accepted_per_drafted, survival, live_tokens, blocks, replay_check}, the live numbers
     also per domain. `replay_check` replays the text of the live run: |z| above 4 means a fault. scores: as for `judge_by_replay`. decoded:
     decodes prompts at these settings; default: here. Raises UserError when gamma is 0, for empty input, and for everything that `decode`
     refuses.

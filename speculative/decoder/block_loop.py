@@ -258,8 +258,8 @@ class BlockLoop:
         }
         if proposal.peaks_RG is not None:
             wanted["draft_peaks"] = proposal.peaks_RG
-        if decision.log_probs_RG1 is not None and decision.overlap_RG is not None:
-            wanted |= {"log_probs": decision.log_probs_RG1, "overlap": decision.overlap_RG}
+        if decision.log_probs_RG1 is not None:
+            wanted["log_probs"] = decision.log_probs_RG1
         if self._keep_probs and decision.log_probs_RG1 is not None and proposal.tree is None:
             drafted_RG1 = proposal.ids_RG.unsqueeze(-1)
             target_probs = logits_to_probs(logits[:, :-1], self.settings.sampling).gather(-1, drafted_RG1).squeeze(-1)
@@ -296,15 +296,8 @@ def outcome_of(host: dict[str, np.ndarray], rows_R: np.ndarray, counts_R: np.nda
     ids_RG1 = np.concatenate((drafted_RG, drafted_RG[:, :1] if width else host["next"][:, None]), 1)
     ids_RG1[np.arange(len(ids_RG1)), accepted_R] = host["next"]
     counts_R = np.full(len(accepted_R), width) if counts_R is None else counts_R
-    if "overlap" in host:
-        tested_RG = np.arange(width) < np.minimum(accepted_R + 1, counts_R)[:, None]
-        overlap_sums_R = (host["overlap"] * tested_RG).sum(1)
-    else:
-        overlap_sums_R = accepted_R.astype(np.float64)  # One-hot rows overlap exactly where they are accepted.
     log_probs, target_probs, draft_probs = map(host.get, ("log_probs", "target_probs", "draft_probs"))
-    return BlockOutcome(
-        rows_R, accepted_R, ids_RG1, log_probs, overlap_sums_R, counts_R, None, drafted_RG, target_probs, draft_probs
-    )
+    return BlockOutcome(rows_R, accepted_R, ids_RG1, log_probs, counts_R, None, drafted_RG, target_probs, draft_probs)
 
 
 def _to_host(wanted: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

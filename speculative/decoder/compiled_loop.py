@@ -151,8 +151,8 @@ class _Request:
         self._seats_R = np.zeros(rows, dtype=np.int64)
         self._accepted_BR, self._counts_BR, self._sources_BR = np.zeros((3, blocks, rows), np.int64)
         self._drafted_BRG, self._ids_BRG1 = (np.zeros((blocks, rows, width), np.int64) for width in (gamma, gamma + 1))
-        self._log_probs_BRG1, self._overlap_BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((blocks, rows))
-        self.peaks_2BR, self._seconds_B3 = np.zeros((2, blocks, rows)), np.zeros((blocks, 3))
+        self._log_probs_BRG1, self.peaks_2BR = np.zeros((blocks, rows, gamma + 1)), np.zeros((2, blocks, rows))
+        self._seconds_B3 = np.zeros((blocks, 3))
         outputs = {
             "seats": self._seats_R,
             "accepted": self._accepted_BR,
@@ -161,7 +161,6 @@ class _Request:
             "counts": self._counts_BR,
             "sources": self._sources_BR,
             "log_probs": self._log_probs_BRG1,
-            "overlap": self._overlap_BR,
             "draft_peaks": self.peaks_2BR[0],
             "peaks": self.peaks_2BR[1],
             "seconds": self._seconds_B3,
@@ -224,14 +223,13 @@ class _Request:
             self._sources_BR,
             self._ids_BRG1,
             self._log_probs_BRG1,
-            self._overlap_BR,
             self._drafted_BRG,
         )
         copies, seconds_B3 = [whole[:done].copy() for whole in outputs], self._seconds_B3[:done].tolist()
         own_B = self._seconds_B3[:done].sum(1)
         ended_B = (time.perf_counter() - (own_B.sum() - own_B.cumsum())).tolist()
         results = []
-        for accepted_R, counts_R, sources_R, ids_RG1, log_probs_RG1, overlap_R, drafted_RG, seconds, ended in zip(
+        for accepted_R, counts_R, sources_R, ids_RG1, log_probs_RG1, drafted_RG, seconds, ended in zip(
             *copies, seconds_B3, ended_B, strict=True
         ):
             if proposal is None:  # a block is as wide as its longest row
@@ -241,7 +239,6 @@ class _Request:
                 accepted_R,
                 ids_RG1,
                 log_probs_RG1 if self._sampled else None,
-                overlap_R,
                 counts_R,
                 sources_R if proposal is None else proposal.sources_R,
                 drafted_RG,

@@ -18,7 +18,7 @@ from speculative.rules.verify import lenient_ids, verify, verify_block, verify_g
 
 
 class Decision(NamedTuple):
-    """Decision of a rule. `log_probs_RG1` and `overlap_RG` are None for greedy rules, `path_RD` is None without a tree.
+    """Decision of a rule. `log_probs_RG1` is None for greedy rules, `path_RD` is None without a tree.
 
     peaks_RG1: one number per position, NaN or infinite when the logits are.
     """
@@ -28,7 +28,6 @@ class Decision(NamedTuple):
     next_ids_R: torch.Tensor
     drafted_ids_RG: torch.Tensor  # by depth: the accepted path first
     log_probs_RG1: torch.Tensor | None = None
-    overlap_RG: torch.Tensor | None = None
     path_RD: torch.Tensor | None = None
 
     @property
@@ -66,15 +65,14 @@ def decide(
         _counts_on(proposal, logits.device),
     )
     # Softmax makes the whole row NaN when one logit is NaN or infinite: one column is enough.
-    accepted, next_ids, _, overlap = verified
-    decision = Decision(target_probs[..., 0], accepted, next_ids, proposal.ids_RG, overlap_RG=overlap.double())
+    decision = Decision(target_probs[..., 0], verified.accepted_B, verified.next_ids_B, proposal.ids_RG)
     return decision._replace(log_probs_RG1=_log_probs(target_probs, decision.ids_RG1))
 
 
 def _decide_tree(
     tree: TokenTree, target_probs_RN1V: torch.Tensor, proposal: Proposal, uniforms_RGU: torch.Tensor
 ) -> Decision:
-    accepted_R, path_RD, next_ids_R, overlap_RD, _ = verify_tree(
+    accepted_R, path_RD, next_ids_R, _ = verify_tree(
         tree,
         target_probs_RN1V,
         proposal.ids_RG,
@@ -83,7 +81,7 @@ def _decide_tree(
         uniforms_RGU[:, : tree.depth + 1, RESIDUAL_UNIFORM],
     )
     ids_RD, peaks_RN1 = _path_ids(proposal.ids_RG, path_RD), target_probs_RN1V[..., 0]
-    decision = Decision(peaks_RN1, accepted_R, next_ids_R, ids_RD, None, overlap_RD.double(), path_RD)
+    decision = Decision(peaks_RN1, accepted_R, next_ids_R, ids_RD, path_RD=path_RD)
     nodes_RD1 = torch.nn.functional.pad(path_RD, (1, 0))
     rows_RD1V = target_probs_RN1V.gather(1, nodes_RD1.unsqueeze(-1).expand(-1, -1, target_probs_RN1V.shape[-1]))
     return decision._replace(log_probs_RG1=_log_probs(rows_RD1V, decision.ids_RG1))

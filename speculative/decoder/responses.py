@@ -112,9 +112,9 @@ class Response:
     budget: maximum number of tokens. log_target_probs: log target probability of each token under the sampling settings (0.0 when greedy,
     NaN for a token from the gate). drafted_counts, accepted_counts: per block, *before* the end token or the budget cut the last block;
     sources: who drafted them, an index into the drafter's `source_names`.
-    proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own. tested, overlap_sum: positions at which a
-    drafted token was tested, and sum_v min(target, draft) over them. commit_seconds: when each block was committed, from the moment the
-    prompt got its row; commit_sizes: its tokens. text: decoded, cut before a stop string; None when no tokenizer was given.
+    proposed_mask: per response token, 1 for an accepted drafted token, 0 for the target's own. tested: positions at which a drafted token
+    was tested. commit_seconds: when each block was committed, from the moment the prompt got its row; commit_sizes: its tokens. text:
+    decoded, cut before a stop string; None when no tokenizer was given.
     """
 
     key: str
@@ -130,7 +130,6 @@ class Response:
     drafted: int = 0
     accepted: int = 0
     tested: int = 0
-    overlap_sum: float = 0.0
     proposed_mask: list[int] = field(default_factory=list)
     commit_seconds: list[float] = field(default_factory=list)
     commit_sizes: list[int] = field(default_factory=list)
@@ -231,7 +230,6 @@ class BlockOutcome(NamedTuple):
     accepted_R: np.ndarray
     ids_RG1: np.ndarray
     log_probs_RG1: np.ndarray | None
-    overlap_sums_R: np.ndarray
     drafted_counts_R: np.ndarray
     sources_R: np.ndarray | None
     drafted_ids_RG: np.ndarray
@@ -269,7 +267,6 @@ def append_block(
     response.accepted_counts.append(accepted)
     response.sources.append(0 if outcome.sources_R is None else int(outcome.sources_R[row]))
     response.tested += min(accepted + 1, drafted)
-    response.overlap_sum += float(outcome.overlap_sums_R[row])
     appended: list[int] = []
     pieces: list[str] = []
     replaced = False

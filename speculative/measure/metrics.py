@@ -128,17 +128,13 @@ class LiveNumbers(TypedDict):
     """Numbers of a live run at one gamma.
 
     tau: emitted tokens per target call, bonus or corrected token included. The last block of a response counts as one call even where it
-    was cut, as in replay. accepted_per_drafted, accepted_per_tested, survival: from the *uncut* accepted counts of each block, so a budget
-    does not lower them. survival[j] is over the blocks that drafted at least j, 0 where none did. overlap: mean sum_v min(target, draft)
-    at the tested positions, the low-variance accepted_per_tested. Both use only positions that blocks reach, which are harder than
-    average, so neither is alpha.
+    was cut, as in replay. accepted_per_drafted, survival: from the *uncut* accepted counts of each block, so a budget does not lower them.
+    survival[j] is over the blocks that drafted at least j, 0 where none did.
     """
 
     tau: float
     tau_ci: Interval
     accepted_per_drafted: float
-    accepted_per_tested: float
-    overlap: float
     survival: list[float]
     live_tokens: int
     blocks: int
@@ -153,13 +149,10 @@ def live_metrics(responses: Sequence[Response], gamma: int) -> LiveNumbers:
     drafted = np.array([count for response in responses for count in response.drafted_counts])
     places_J1 = np.arange(1, gamma + 1)[:, None]
     survival, accepted_per_drafted = shares_of((drafted >= places_J1).sum(1), (accepted >= places_J1).sum(1))
-    tested = sum(response.tested for response in responses)
     return {
         "tau": float(tokens_P.sum() / blocks_P.sum()),
         "tau_ci": ratio_interval(tokens_P, blocks_P),
         "accepted_per_drafted": accepted_per_drafted,
-        "accepted_per_tested": float(accepted.sum() / max(1, tested)),
-        "overlap": sum(response.overlap_sum for response in responses) / max(1, tested),
         "survival": survival,
         "live_tokens": int(tokens_P.sum()),
         "blocks": int(blocks_P.sum()),

@@ -187,15 +187,13 @@ class VerifiedTree(NamedTuple):
     """Outcome of one tree.
 
     accepted_B: how many drafted tokens are kept, 0..D. path_BD: their nodes by depth, 0 after accepted_B. next_ids_B: the token that
-    follows them. overlap_BD: at the path's node of depth d, sum_v min(target, draft) for drawn candidates, the target's mass on all
-    candidates for fixed ones. accept_probs_BDK: probability, given the candidates, that the walk goes on from there to the k-th of them.
-    Both are 0 at depths that were not reached.
+    follows them. accept_probs_BDK: probability, given the candidates, that the walk goes on from the path's node of depth d to the k-th
+    of them, 0 at depths that were not reached.
     """
 
     accepted_B: torch.Tensor
     path_BD: torch.Tensor
     next_ids_B: torch.Tensor
-    overlap_BD: torch.Tensor
     accept_probs_BDK: torch.Tensor
 
 
@@ -250,9 +248,8 @@ def verify_tree(
 
     places_BD = tensors.inner_place_N1[pad(path_BD[:, :-1], (1, 0))]
     reached_BD = (torch.arange(tree.depth, device=path_BD.device) <= accepted_B.unsqueeze(-1)) & (places_BD >= 0)
-    overlap_BD = judged.overlap_BI.gather(1, places_BD.clamp_min(0)) * reached_BD
     accept_probs_BDK = judged.accept_probs_BIK[rows_B.unsqueeze(-1), places_BD] * reached_BD.unsqueeze(-1)
-    return VerifiedTree(accepted_B, path_BD, next_ids_B, overlap_BD, accept_probs_BDK)
+    return VerifiedTree(accepted_B, path_BD, next_ids_B, accept_probs_BDK)
 
 
 def verify_tree_greedy(
@@ -275,7 +272,6 @@ class _Judged(NamedTuple):
 
     passes_BIK: torch.Tensor
     accept_probs_BIK: torch.Tensor
-    overlap_BI: torch.Tensor
     residual_BIV: torch.Tensor | None
 
 
@@ -283,7 +279,7 @@ def _judge_fixed(target_BIV: torch.Tensor, ids_BIK: torch.Tensor, coins_BIK: tor
     probs_BIK = target_BIV.gather(-1, ids_BIK) * ~_repeats(ids_BIK)
     # One coin falls into the slice of one child, or after all of them. A parallel scan may give an empty slice a width.
     passes_BIK = (coins_BIK[..., :1] < probs_BIK.cumsum(-1, dtype=torch.float64)) & (probs_BIK > 0)
-    return _Judged(passes_BIK, probs_BIK, probs_BIK.sum(-1), None)
+    return _Judged(passes_BIK, probs_BIK, None)
 
 
 def _judge_drawn(
@@ -303,7 +299,6 @@ def _judge_drawn(
     scales, wanted = [scale_BI], [target_BIV.gather(-1, ids_BIK[..., :1]).squeeze(-1)]
     residual_BIV = torch.addcmul(target_BIV, draft_BIV, scale_BI.unsqueeze(-1), value=-1).clamp_min_(0.0)
     left_BI = residual_BIV.sum(-1)
-    overlap_BI = (1.0 - left_BI).clamp_min_(0.0)
     for place, count in enumerate(tree.family_counts[1:], start=1):
         # The first `count` families have such a child. Tokens of earlier siblings need not be taken out of the draft's
         # row: where they failed, nothing of them is left in the residual.
@@ -319,7 +314,7 @@ def _judge_drawn(
     passes_BIK = (coins_BIK * scaled_BIK < wanted_BIK) & (scaled_BIK > 0)
     alone_BIK = (wanted_BIK / scaled_BIK.clamp_min(tiny)).clamp_max_(1.0) * (scaled_BIK > 0)
     failed_before_BIK = pad((1.0 - alone_BIK[..., :-1]).cumprod(-1), (1, 0), value=1.0)
-    return _Judged(passes_BIK, alone_BIK * failed_before_BIK, overlap_BI, residual_BIV)
+    return _Judged(passes_BIK, alone_BIK * failed_before_BIK, residual_BIV)
 
 
 def _masses(tree: TokenTree, draft_BIV: torch.Tensor, ids_BIK: torch.Tensor, offered_BIK: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,12 @@ from speculative.rules.sampling import GREEDY, SamplingSettings, sample
 
 class Verified(NamedTuple):
     """Outcome of one block. accepted_B: how many drafted tokens are kept, 0..G. next_ids_B: the token that follows them (correction or
-    bonus). accept_probs_BG: probability that the drafted token passes, were it reached. overlap_BG: sum_v min(target, draft).
+    bonus). accept_probs_BG: probability that the drafted token passes, were it reached.
     """
 
     accepted_B: torch.Tensor
     next_ids_B: torch.Tensor
     accept_probs_BG: torch.Tensor
-    overlap_BG: torch.Tensor
 
 
 def draft_settings_for(rule: Rule, settings: SamplingSettings) -> SamplingSettings:
@@ -84,12 +83,10 @@ def verify(
     if draft_probs_BGV is None:
         passes_BG = coins_BG < bounds_BG
         accept_probs_BG = bounds_BG.clamp_max(1.0)
-        overlap_BG = target_prob_BG
     else:
         draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
         passes_BG = coins_BG * draft_prob_BG < bounds_BG
         accept_probs_BG = accept_probability(bounds_BG, draft_prob_BG)
-        overlap_BG = torch.minimum(target_probs_BG1V[:, :gamma], draft_probs_BGV).sum(-1)
 
     if drafted_B is not None:
         passes_BG &= torch.arange(gamma, device=passes_BG.device) < drafted_B.unsqueeze(-1)
@@ -110,7 +107,7 @@ def verify(
         else:
             next_probs_BV = residual_probs(next_probs_BV, draft_probs_BGV[rows_B, reached_B] * rejected_B1)
     next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
-    return Verified(accepted_B, next_ids_B, accept_probs_BG, overlap_BG)
+    return Verified(accepted_B, next_ids_B, accept_probs_BG)
 
 
 def verify_greedy(
@@ -124,8 +121,7 @@ def verify_greedy(
         passes_BG = matches_BG & (torch.arange(gamma, device=matches_BG.device) < drafted_B.unsqueeze(-1))
     accepted_B = passes_BG.cumprod(-1, dtype=torch.int64).sum(-1)
     next_ids_B = target_ids_BG1.gather(1, accepted_B.unsqueeze(-1)).squeeze(-1)
-    matches_as_probs_BG = matches_BG.float()
-    return Verified(accepted_B, next_ids_B, matches_as_probs_BG, matches_as_probs_BG)
+    return Verified(accepted_B, next_ids_B, matches_BG.float())
 
 
 def lenient_ids(
@@ -163,14 +159,14 @@ def verify_block(
     if gamma == 0:
         nothing_B0 = target_probs_BG1V[:, 0, :0]
         next_ids_B = sample(target_probs_BG1V[:, 0], residual_uniforms_BG1[:, 0])
-        return Verified(torch.zeros_like(rows_B), next_ids_B, nothing_B0, nothing_B0)
+        return Verified(torch.zeros_like(rows_B), next_ids_B, nothing_B0)
 
     tested_probs_BGV = target_probs_BG1V[:, :gamma]
-    weights_BG, overlap_BG = _weights(tested_probs_BGV, draft_ids_BG, draft_probs_BGV)
+    weights_BG, target_prob_BG = _weights(tested_probs_BGV, draft_ids_BG, draft_probs_BGV)
     weights_before_BG = pad(weights_BG[:, :-1], (1, 0), value=1.0)
     if draft_probs_BGV is None:
         # What is left of weight * target where one token is taken out whole: weight <= 1, so nothing else is touched.
-        left_BG = weights_before_BG * (1.0 - overlap_BG)
+        left_BG = weights_before_BG * (1.0 - target_prob_BG)
     else:
         scale_BG1 = weights_before_BG.to(tested_probs_BGV.dtype).unsqueeze(-1)
         residual_BGV = (tested_probs_BGV * scale_BG1).sub_(draft_probs_BGV).clamp_min_(0.0)
@@ -198,21 +194,20 @@ def verify_block(
     cut_B1 = (accepted_B.unsqueeze(-1) < last_B1) & (mass_B1 > 0)
     next_probs_BV = torch.where(cut_B1, correction_BV, target_probs_BG1V[rows_B, accepted_B])
     next_ids_B = sample(next_probs_BV, residual_uniforms_BG1[rows_B, accepted_B])
-    return Verified(accepted_B, next_ids_B, accept_BG.to(tested_probs_BGV.dtype), overlap_BG)
+    return Verified(accepted_B, next_ids_B, accept_BG.to(tested_probs_BGV.dtype))
 
 
 def _weights(
     tested_probs_BGV: torch.Tensor, draft_ids_BG: torch.Tensor, draft_probs_BGV: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight_1 .. weight_G in float64, overlap_BG)."""
+    """(weight_1 .. weight_G in float64, the target's probability of each drafted token)."""
     drafted_BG1 = draft_ids_BG.unsqueeze(-1)
     target_prob_BG = tested_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
     if draft_probs_BGV is None:
         return target_prob_BG.double().cumprod(-1), target_prob_BG
     draft_prob_BG = draft_probs_BGV.gather(-1, drafted_BG1).squeeze(-1)
-    overlap_BG = torch.minimum(tested_probs_BGV, draft_probs_BGV).sum(-1)
     # The recursion is a random walk that is held at 0 from above: its value is the free walk minus its highest point so
     # far (the start, 0, included). One scan instead of G steps.
     ratio_BG = target_prob_BG.double() / draft_prob_BG.clamp_min(torch.finfo(draft_prob_BG.dtype).tiny)
     walk_BG = ratio_BG.log().cumsum(-1)
-    return (walk_BG - walk_BG.cummax(-1).values.clamp_min(0.0)).exp(), overlap_BG
+    return (walk_BG - walk_BG.cummax(-1).values.clamp_min(0.0)).exp(), target_prob_BG

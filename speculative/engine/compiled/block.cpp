@@ -38,11 +38,11 @@ struct Block {
     const int64_t *given_ids, *given_counts;  // (R, G); (R), or null for all
     const float *given_probs;                 // (R, G, V), or null for one-hot
     // Outputs by block and row; only active rows are written.
-    int64_t *accepted, *drafted, *ids;                  // (B, R); (B, R, G); (B, R, G1): accepted ids, then the target's own
-    int64_t *counts, *sources;                          // (B, R): drafted tokens; 1 drafted after a lookup, else 0
-    double *log_probs, *overlap, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
-    double *seconds;                                    // (B, 3): draft, verify, accept
-    double lenience;                                    // 1 if lossless
+    int64_t *accepted, *drafted, *ids;        // (B, R); (B, R, G); (B, R, G1): accepted ids, then the target's own
+    int64_t *counts, *sources;                // (B, R): drafted tokens; 1 drafted after a lookup, else 0
+    double *log_probs, *peaks, *draft_peaks;  // (B, R, G1); (B, R) each: the last two are NaN or infinite if a logit is
+    double *seconds;                          // (B, 3): draft, verify, accept
+    double lenience;                          // 1 if lossless
     Sampling sampling, draft_sampling;
 };
 
@@ -61,7 +61,7 @@ struct Work : Block {  // a block with its buffers: (K, G1, V), (K, V) or fewer 
     }
 
     void next() {  // outputs of the next block
-        accepted += batch, counts += batch, sources += batch, overlap += batch, peaks += batch, draft_peaks += batch, seconds += 3;
+        accepted += batch, counts += batch, sources += batch, peaks += batch, draft_peaks += batch, seconds += 3;
         drafted += batch * gamma, ids += batch * (gamma + 1), log_probs += batch * (gamma + 1);
     }
 
@@ -237,7 +237,6 @@ static long accept_sampled(const Work &b, long row, const float *draft, float *l
         const double *uniforms = uniforms_of(b, row, place);
         if (place < count) {
             double target_prob = target[id], draft_prob = one_hot ? 1.0 : own[id];
-            b.overlap[row] += one_hot ? target[id] : overlap(target, own, V);
             if (uniforms[COIN] * draft_prob < b.lenience * target_prob) {
                 b.log_probs[row * (b.gamma + 1) + place] = std::log(target_prob);
                 continue;
@@ -267,9 +266,8 @@ static void verify(const Work &b) {
     for_rows(b, [&](long k) {
         long row = b.seats[k], width = b.gamma + 1, next = 0, count = b.counts[row];
         float *logits = b.target_logits + k * (b.width + 1) * b.vocabulary;
-        b.peaks[row] = b.overlap[row] = 0.0;
+        b.peaks[row] = 0.0;
         long accepted = b.greedy_target ? accept_greedy(b, row, logits, count, next) : accept_sampled(b, row, draft[row], logits, count, next);
-        if (b.greedy_target) b.overlap[row] = accepted;  // one-hot rows overlap exactly where they are accepted
         int64_t *ids = b.ids + row * width;
         std::copy_n(b.drafted + row * b.gamma, b.gamma, ids);
         ids[accepted] = next;

@@ -58,7 +58,7 @@ class Block(ctypes.Structure):
         *_all(
             c_void_p, "ends last_end uniforms given_ids given_counts given_probs accepted drafted ids counts sources"
         ),
-        *_all(c_void_p, "log_probs overlap peaks draft_peaks seconds"),
+        *_all(c_void_p, "log_probs peaks draft_peaks seconds"),
         ("lenience", c_double),
         ("sampling", Sampling),
         ("draft_sampling", Sampling),

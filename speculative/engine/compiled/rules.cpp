@@ -111,15 +111,3 @@ long draw(const float *weights, long V, double point) {
         if (weights[i] > 0.0f) return i;
     return 0;
 }
-
-float overlap(const float *one, const float *two, long V) {
-    vec sums = {};
-    long i = 0;
-    for (; i + W <= V; i += W) {
-        vec a = load(one + i), b = load(two + i);
-        sums += a < b ? a : b;
-    }
-    float result = sum(sums);
-    for (; i < V; i++) result += std::min(one[i], two[i]);
-    return result;
-}

@@ -16,5 +16,3 @@ void probabilities(const float *logits, long V, const Sampling &sampling, float 
 
 // The first token whose cumulative weight exceeds a point in [0, 1) of their sum; never one of weight 0 if there is another.
 long draw(const float *weights, long V, double point);
-
-float overlap(const float *one, const float *two, long V);

@@ -111,8 +111,6 @@ def test_a_target_as_its_own_draft_is_always_accepted_whatever_gamma_does(rule):
             TARGET, ModelDrafter(TARGET), prompts[:count], settings, batch_size=batch_size, policy=RandomGamma(5)
         )
         assert all(response.accepted_counts == response.drafted_counts for response in responses)
-        overlap = sum(response.overlap_sum for response in responses) / sum(response.tested for response in responses)
-        assert overlap == pytest.approx(1.0, abs=1e-4)  # float32, calls of different shape
         assert {count for response in responses for count in response.drafted_counts} == {0, 1, 2, 3, 4, 5}
 
 

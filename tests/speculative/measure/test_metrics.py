@@ -41,8 +41,6 @@ def response(key, accepted_counts, gamma, tokens):
         accepted=sum(accepted_counts),
         drafted=gamma * len(accepted_counts),
         drafted_counts=[gamma] * len(accepted_counts),
-        tested=sum(min(count + 1, gamma) for count in accepted_counts),
-        overlap_sum=0.5 * sum(min(count + 1, gamma) for count in accepted_counts),
     )
 
 
@@ -59,8 +57,6 @@ def test_live_metrics_by_hand():
     numbers = live_metrics(responses, gamma=3)
     assert numbers["tau"] == pytest.approx(11 / 5)
     assert numbers["accepted_per_drafted"] == pytest.approx(7 / 15)
-    assert numbers["accepted_per_tested"] == pytest.approx(7 / 11)
-    assert numbers["overlap"] == pytest.approx(0.5)
     assert numbers["survival"] == pytest.approx([4 / 5, 2 / 5, 1 / 5])
     assert (numbers["blocks"], numbers["live_tokens"]) == (5, 11)
     low, high = numbers["tau_ci"]
