@@ -16,8 +16,6 @@ from speculative.rules.sampling import GREEDY, SamplingSettings, logits_to_probs
 from speculative.rules.verify import accept_probability, draft_settings_for
 
 UNTOUCHED = SamplingSettings()  # the model's own distribution
-# Objectives that need no target.
-WITHOUT_TARGET = {"ce"}
 # Used as log 0, so that 0 x log 0 = 0. Its product with a probability above 1e-8 counts as infinite.
 LOWEST = -1e30
 
@@ -39,10 +37,6 @@ class Objective:
     serving: SamplingSettings = UNTOUCHED
     rule: Rule = field(default=Rule.named("sample"))
     compile: bool = False
-
-    def weight(self, name: str) -> float:
-        """The weight of a named loss, 0 if it is not minimised."""
-        return self.weights.get(name, 0.0)
 
     @property
     def overlap_is_acceptance(self) -> bool:

@@ -51,9 +51,8 @@ def chunked_loss(
 ) -> Scored:
     """Summed loss of R tokens, chunk by chunk. Its backward returns the gradients computed in the forward, once.
 
-    `weights_R` multiplies loss and gradient of each token. Raises ValueError for an objective that needs a signal.
+    `weights_R` multiplies loss and gradient of each token. Without a signal the objective is ce alone.
     """
-    refuse_impossible(objective, signal)
     parameters = student.head.parameters()
     # Gradients are off inside the function's forward, so check here whether the caller wants them.
     wants_gradient = torch.is_grad_enabled() and (student.hidden_RD.requires_grad or bool(parameters))
@@ -106,17 +105,6 @@ def _both_logits(objective: Objective, student: Student, signal: Signal | None) 
     target_NV = torch.full_like(student_NV, -torch.inf, dtype=signal.log_probs_RK.dtype)
     target_NV.scatter_reduce_(-1, signal.ids_RK, signal.log_probs_RK * objective.temperature, "amax")
     return target_NV, student_NV
-
-
-def refuse_impossible(objective: Objective, signal: Signal | None) -> None:
-    """Raise ValueError for an objective that needs a signal, without one, or is unknown."""
-    names = set(objective.weights)
-    for served, why in (
-        (losses.OBJECTIVES.keys(), "is unknown"),
-        (losses.WITHOUT_TARGET if signal is None else names, "needs a target, and there is none"),
-    ):
-        if names - served:
-            raise ValueError(f"objective {', '.join(sorted(names - served))} {why}")
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -105,8 +105,14 @@ def row_losses(
         pair, slack_C = _stored_pair(against, scores_CV, labels_C1)
         overlap_C, loss_C = pair.overlap_N - slack_C, losses.mixed(objective, pair)
     else:
-        return _labels_alone(objective, scores_CV, labels_C1, weights_C)
-    return _weighed(Rows(loss_C, overlap_C, slack_C), weights_C)
+        assert objective.weights.keys() == {"ce"}  # every other objective needs a signal
+        nothing_C0 = labels_C1[:, :0]
+        _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
+        loss_C, overlap_C = -objective.weights["ce"] * log_label_C, torch.zeros_like(log_label_C)
+        slack_C = overlap_C
+    if weights_C is not None:
+        loss_C = loss_C * weights_C.to(loss_C.dtype)
+    return Rows(loss_C, overlap_C, slack_C)
 
 
 def _dense_pair(target_CV: Tensor, student_CV: Tensor, labels_C1: Tensor) -> tuple[Pair, Tensor]:
@@ -130,25 +136,12 @@ def _stored_pair(signal: TopKSignal, student_CV: Tensor, labels_C1: Tensor) -> t
     return Pair(target, student, overlap_C, log_label_C), slack_C
 
 
-def _labels_alone(objective: Objective, scores_CV: Tensor, labels_C1: Tensor, weights_C: Tensor | None) -> Rows:
-    """Without a signal: ce."""
-    nothing_C0 = labels_C1[:, :0]
-    _, log_label_C = _events(scores_CV, nothing_C0, nothing_C0.bool(), labels_C1)
-    none_C = torch.zeros_like(log_label_C)
-    return _weighed(Rows(-objective.weight("ce") * log_label_C, none_C, none_C), weights_C)
-
-
 def _events(scores_CV: Tensor, ids_CK: Tensor, full_CK: Tensor, labels_C1: Tensor) -> tuple[Distribution, Tensor]:
     """(the student's distribution over K tokens and the rest, log-probability of the label (C,))."""
     masses_CE, label_C1 = _Events.apply(scores_CV, ids_CK, full_CK, labels_C1)
     normaliser_C1 = masses_CE.logsumexp(-1, keepdim=True)
     log_probs_CE = (masses_CE - normaliser_C1).clamp(min=LOWEST)
     return Distribution(log_probs_CE, log_probs_CE.exp()), (label_C1 - normaliser_C1).squeeze(-1)
-
-
-def _weighed(rows: Rows, weights_C: Tensor | None) -> Rows:
-    """Apply the caller's token weights."""
-    return rows if weights_C is None else rows._replace(loss_C=rows.loss_C * weights_C.to(rows.loss_C.dtype))
 
 
 def _scores(logits_CV: Tensor, temperature: float) -> Tensor:

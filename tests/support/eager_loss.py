@@ -15,7 +15,7 @@ from distill.loss.definitions import (
     Objective,
     filled_ids,
 )
-from distill.loss.objective import Scored, refuse_impossible
+from distill.loss.objective import Scored
 
 
 def kl(first_NE: Tensor, second_NE: Tensor) -> Tensor:
@@ -87,7 +87,6 @@ def eager_loss(
     weights_R: Tensor | None = None,
 ) -> Scored:
     """`chunked_loss`, plainly."""
-    refuse_impossible(objective, signal)
     logits_RV = student.head(student.hidden_RD)
     loss_R, overlap_R, slack_R = _by_definition(objective, signal, logits_RV, labels_R)
     if weights_R is not None:
@@ -108,7 +107,7 @@ def dense_by_definition(
 ) -> Definition:
     """Against all of the target's logits, or without a target (ce only)."""
     student_NV = log_probs(student_logits_NV, objective.temperature)
-    loss_N = objective.weight("ce") * ce(student_NV, labels_N)
+    loss_N = objective.weights.get("ce", 0.0) * ce(student_NV, labels_N)
     none_N = torch.zeros_like(loss_N)
     if target_logits_NV is None:
         return Definition(loss_N, none_N, none_N)
@@ -125,7 +124,7 @@ def topk_by_definition(
     target_NE = torch.cat([signal.log_probs_RK, signal.log_tail_R.unsqueeze(-1)], -1).to(student_NV.dtype)
     events_NE = stored_events(signal.ids_RK, signal.log_probs_RK, student_NV)
     # The label is a token, not an event.
-    loss_N = objective.weight("ce") * ce(student_NV, labels_N) + compared(objective, target_NE, events_NE)
+    loss_N = objective.weights.get("ce", 0.0) * ce(student_NV, labels_N) + compared(objective, target_NE, events_NE)
     smaller_NE = torch.minimum(target_NE, events_NE).detach().exp()
     return Definition(loss_N, smaller_NE[:, :-1].sum(-1), smaller_NE[:, -1])
 

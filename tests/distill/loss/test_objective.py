@@ -298,21 +298,6 @@ def test_acceptance_is_not_guessed() -> None:
     assert replace(objective, temperature=0.7).overlap_is_acceptance
 
 
-@pytest.mark.parametrize("function", [chunked_loss, eager_loss])
-@pytest.mark.parametrize(
-    ("objective", "kind", "says"),
-    [
-        (Objective({"tv": 1.0}), "none", "tv needs a target"),
-        (Objective({"kl": 1.0}), "dense", "objective kl is unknown"),
-    ],
-)
-def test_what_a_signal_cannot_serve_is_refused(
-    function: Callable[..., Scored], objective: Objective, kind: str, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        Setting().loss(function, objective, kind)
-
-
 def test_a_target_of_another_vocabulary_is_refused() -> None:
     setting = Setting()
     setting.dense = DenseSignal(setting.dense.hidden_RD, nn.Linear(TARGET_WIDTH, VOCAB + 1, dtype=torch.float64))
