@@ -34,9 +34,7 @@ class Mixture:
     """
 
     def __init__(self, pools: Sequence[Pool], batch_size: int, seed: int) -> None:
-        """Raises ValueError for no pool, two of a name, or a share that is not above zero."""
-        if not pools or len({pool.name for pool in pools}) < len(pools) or any(pool.share <= 0 for pool in pools):
-            raise ValueError(f"pools need distinct names and shares above zero: {pools}")
+        """`pools`: at least one, with distinct names and shares above zero."""
         self.pools, self.batch_size, self.seed = {pool.name: pool for pool in pools}, batch_size, seed
         # Exact decimal fractions, so that 0.1 + 0.2 + 0.7 is one.
         shares = [Fraction(repr(float(pool.share))) for pool in pools]

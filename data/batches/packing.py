@@ -41,12 +41,7 @@ def batches_per_epoch(count: int, batch_size: int) -> int:
 
 
 def micro_batches(batch: np.ndarray, micro_batch_size: int, rank: int, ranks: int) -> list[np.ndarray]:
-    """This rank's share of a batch, in forward order. Every rank gets the same number of micro-batches.
-
-    Raises ValueError: the batch does not divide into micro-batches times ranks.
-    """
-    if len(batch) % (micro_batch_size * ranks):
-        raise ValueError(f"a batch of {len(batch)} does not divide by {ranks} ranks x {micro_batch_size}")
+    """This rank's share of a batch, in forward order. Every rank gets the same number: a batch divides by micro-batches x ranks."""
     return list(batch.reshape(-1, micro_batch_size)[rank::ranks])
 
 

@@ -4,7 +4,6 @@ import itertools
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,9 +89,3 @@ def test_a_generation_begins_a_plan_of_its_own() -> None:
     assert not np.array_equal(first, second)
     # A generation may have another number of sequences.
     assert mixture.chosen("student", 10, lengths[:12]).max() < 12
-
-
-@pytest.mark.parametrize("pools", [[], [Pool("target", 0.0)], [Pool("target", 1.0), Pool("target", 2.0)]])
-def test_impossible_pools_are_refused(pools: list[Pool]) -> None:
-    with pytest.raises(ValueError, match="pools"):
-        Mixture(pools, 8, 0)

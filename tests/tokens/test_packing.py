@@ -103,11 +103,6 @@ def test_ranks_get_sequences_of_like_length_at_the_same_time() -> None:
         assert abs(int(mine.max()) - int(theirs.max())) <= 2
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch of 12"):
-        micro_batches(np.arange(12), 4, 0, 2)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=80), st.integers(40, 120))
 def test_rows_hold_every_sequence_once_and_could_not_be_merged(lengths: list[int], row_tokens: int) -> None:
