@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from transformers.utils import flatten_dict
 
 from data.files import write_bytes
 from distill.config.layout import METRICS, WANDB_ID, list_steps
@@ -92,10 +93,11 @@ def tracked(step: int, values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], name: str, config: Mapping[str, Any]) -> None:
+def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], name: str, config: dict[str, Any]) -> None:
     """Start Accelerate's trackers, with ``name``, the run's; wandb runs offline without a login. $WANDB_PROJECT: their project.
 
-    ``config``: a tree of plain values; trackers get the leaves under dotted names. UserError for a tracker that is not installed.
+    ``config``: a tree of plain values; trackers get the leaves under dotted names, lists and null as JSON text. UserError for a tracker
+    that is not installed.
     """
     if not trackers:
         return
@@ -112,9 +114,8 @@ def start_trackers(accelerator: Accelerator, trackers: tuple[str, ...], name: st
         if not (os.environ.get("WANDB_MODE") or wandb.api.api_key):
             # WANDB_MODE has no effect here, because wandb has already read its environment.
             options["wandb"]["mode"] = "offline"
-    accelerator.init_trackers(
-        os.environ.get("WANDB_PROJECT", "understudy"), config=flat_config(config), init_kwargs=options
-    )
+    flat = {k: v if isinstance(v, int | float | str) else json.dumps(v) for k, v in flatten_dict(config).items()}
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "understudy"), config=flat, init_kwargs=options)
     if with_wandb:
         run = accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric(STEP, hidden=True)
@@ -126,14 +127,3 @@ def _wandb_id(path: Path) -> str:
     if not path.exists() or not list_steps(path.parent):  # without a checkpoint nothing is resumed
         write_bytes(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text(encoding="utf-8").strip()
-
-
-def flat_config(tree: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
-    """Leaves of a config under dotted names; other values (a list, null) as JSON text."""
-    flat: dict[str, int | float | str | bool] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flat_config(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
-    return flat
