@@ -294,7 +294,7 @@ def own_responses(race: Race, prompts: int) -> Callable[[], list[Example]]:
     accelerator = Accelerator(cpu=race.device.type == "cpu")
     made = Rollouts(Run(config, accelerator), race.target, race.tokenizer, rendered)
     module, turn = DraftModule(race.student, Objective({"ce": 1.0})), iter(range(STEPS))
-    return lambda: made.student(next(turn), module.exported)
+    return lambda: made.examples("student", next(turn), module.exported)
 
 
 def our_step(race: Race, name: str, objective: str, policy: str) -> Callable[[], None]:

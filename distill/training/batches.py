@@ -119,8 +119,7 @@ class BatchSource:
             if self._held.get(name, (-1,))[0] != generation:
                 if self.rollouts is None or draft is None:
                     raise ValueError(f"data.mix.{name}: rollouts and a draft are needed")
-                made = self.rollouts.student if name == "student" else self.rollouts.speculative
-                self._hold(name, generation, made(generation, draft))
+                self._hold(name, generation, self.rollouts.examples(name, generation, draft))
             _, examples = self._held[name]
             chosen = self.mixture.chosen(name, step, examples.lengths_N).tolist()
             taught = [examples[number] for number in chosen]

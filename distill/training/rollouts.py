@@ -9,7 +9,7 @@ disk, so it sees the same sequences.
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -32,7 +32,6 @@ from speculative.rules.sampling import SamplingSettings
 
 ROLLOUT_FORMAT = 2
 GAMMA, REJECTED_WEIGHT = 4, 2.0  # drafted tokens per block; loss weight where a drafted token was rejected
-Kind = Literal["student", "speculative"]
 # Returns an ordinary causal LM with the current weights of the trained module.
 CurrentDraft = Callable[[], PreTrainedModel]
 
@@ -60,21 +59,17 @@ class Rollouts:
         """Maximum tokens of a rollout including its prompt."""
         return int(prompt_lengths(self.prompts).max()) + self.config.serving.max_tokens
 
-    def student(self, generation: int, draft: CurrentDraft) -> list[Example]:
-        """The draft's own responses, sampled at temperature 1 (on-policy distillation, arXiv 2306.13649).
+    def examples(self, kind: str, generation: int, draft: CurrentDraft) -> list[Example]:
+        """student: the draft's own responses, sampled at temperature 1 (on-policy distillation, arXiv 2306.13649). speculative: the
+        target's, decoded with the draft at the serving settings; their text has the distribution of the target alone, and positions where
+        a draft token was rejected have weight `REJECTED_WEIGHT`, all others 1.
 
         Raises UserError: disk full; a store of other settings; a damaged shard.
         """
-        return [row.example() for row in self._generation("student", generation, draft)]
+        example = Row.example if kind == "student" else _weighted
+        return [example(row) for row in self._generation(kind, generation, draft)]
 
-    def speculative(self, generation: int, draft: CurrentDraft) -> list[Example]:
-        """The target's responses decoded with the draft at the serving settings; their text has the distribution of the target alone.
-
-        Positions where a draft token was rejected have weight `REJECTED_WEIGHT`, all others 1. UserError: as `student`.
-        """
-        return [_weighted(row) for row in self._generation("speculative", generation, draft)]
-
-    def _settings(self, kind: Kind, generation: int) -> DecodeSettings:
+    def _settings(self, kind: str, generation: int) -> DecodeSettings:
         serving = self.config.serving
         # Training and held-out responses use the run's seed and the next one, so no generation may use either.
         seed = self.config.seed + 2**32 * (1 + 2 * generation + (kind == "speculative"))
@@ -86,7 +81,7 @@ class Rollouts:
         rule = Rule.usual(sampling.temperature) if rule.draws else rule.at(sampling.temperature)
         return replace(settings, sampling=sampling, rule=rule, gamma=GAMMA)
 
-    def _generation(self, kind: Kind, generation: int, draft: CurrentDraft) -> list[Row]:
+    def _generation(self, kind: str, generation: int, draft: CurrentDraft) -> list[Row]:
         """Rows of a generation; this rank generates its share of the missing shards."""
         settings, serving = self._settings(kind, generation), self.config.serving
         prompts = chosen_prompts(self.prompts, self.config.data.rollouts.prompts, self.config.seed, generation)
@@ -121,7 +116,7 @@ class Rollouts:
         return store.read()
 
     def _make(
-        self, kind: Kind, store: Store, plan: ResponsePlan, settings: DecodeSettings, draft: PreTrainedModel
+        self, kind: str, store: Store, plan: ResponsePlan, settings: DecodeSettings, draft: PreTrainedModel
     ) -> None:
         target = self.target
         how: dict[str, Any] = {"batch_size": self.config.serving.batch_size, "show": False}
@@ -131,7 +126,7 @@ class Rollouts:
             return respond(store, plan, draft, settings, **how)
         respond(store, plan, target, settings, drafter=ModelDrafter(draft), **how)
 
-    def _delete_old(self, kind: Kind, generation: int) -> None:
+    def _delete_old(self, kind: str, generation: int) -> None:
         """Delete generations older than the previous one that a resume from the last checkpoint cannot need."""
         resumable = checkpoint.last_resumable(self.run.folder)
         oldest = generation - 1

@@ -56,7 +56,7 @@ class FakeRollouts:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, object]] = []
 
-    def _made(self, kind: str, generation: int, draft: object) -> list[Example]:
+    def examples(self, kind: str, generation: int, draft: object) -> list[Example]:
         self.asked.append((kind, generation, draft))
         first = {"student": 100, "speculative": 200}[kind] + generation
         made = examples_of([4 + (index + generation) % 7 for index in range(9)], seed=generation)
@@ -65,12 +65,6 @@ class FakeRollouts:
         if kind == "student":
             return made
         return [Example(e.input_ids, e.loss_mask, np.full(len(e.input_ids), 2.0, dtype=np.float32)) for e in made]
-
-    def student(self, generation: int, draft: object) -> list[Example]:
-        return self._made("student", generation, draft)
-
-    def speculative(self, generation: int, draft: object) -> list[Example]:
-        return self._made("speculative", generation, draft)
 
 
 def config_of(folder: Path, mix: dict[str, float] | None = None, **train: Any) -> RunConfig:

@@ -111,10 +111,6 @@ def same(found: list[Example], expected: list[Example]) -> bool:
     )
 
 
-def made(rollouts: Rollouts, kind: str, generation: int, draft: Any) -> list[Example]:
-    return rollouts.student(generation, draft) if kind == "student" else rollouts.speculative(generation, draft)
-
-
 def response_of(example: Example) -> list[int]:
     return example.input_ids[example.loss_mask].tolist()
 
@@ -126,7 +122,7 @@ def prompt_of(example: Example) -> tuple[int, ...]:
 def test_student_rollouts_are_responses_of_the_draft(tmp_path: Path) -> None:
     rollouts = rollouts_of(config_of(tmp_path))
     draft = draft_model()
-    examples = rollouts.student(2, Draft(draft))
+    examples = rollouts.examples("student", 2, Draft(draft))
     asked = {prompt.prompt_ids: prompt.prompt_id for prompt in chosen_prompts(rendered(16), 6, 0, 2)}
     assert {prompt_of(example) for example in examples} == set(asked)
     settings = DecodeSettings(
@@ -168,7 +164,7 @@ def test_speculative_rollouts_at_temperature_0_are_the_targets_greedy_text_with_
     tmp_path: Path,
 ) -> None:
     rollouts, draft = rollouts_of(config_of(tmp_path, temperature=0.0)), draft_model()
-    examples = rollouts.speculative(0, Draft(draft))
+    examples = rollouts.examples("speculative", 0, Draft(draft))
     marked = accepted = 0
     for example in examples:
         text = response_of(example)
@@ -211,7 +207,7 @@ def test_generations_go_through_all_prompts_before_one_comes_again() -> None:
 @pytest.mark.parametrize("kind", ["student", "speculative"])
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: int) -> None:
-    expected = made(rollouts_of(config_of(tmp_path / "one")), kind, 1, Draft(draft_model()))
+    expected = rollouts_of(config_of(tmp_path / "one")).examples(kind, 1, Draft(draft_model()))
     config = config_of(tmp_path / "many")
     shards = set()
     for rank in range(ranks):
@@ -220,9 +216,9 @@ def test_any_number_of_ranks_makes_the_same(tmp_path: Path, kind: Any, ranks: in
             with pytest.raises(
                 UserError, match="responses missing"
             ):  # in earnest, the barrier waits for the other ranks
-                made(rollouts, kind, 1, Draft(draft_model()))
+                rollouts.examples(kind, 1, Draft(draft_model()))
         else:
-            found = made(rollouts, kind, 1, Draft(draft_model()))
+            found = rollouts.examples(kind, 1, Draft(draft_model()))
         there = {path.name for path in (config.folder / "rollouts").rglob("shard-*.arrow")}
         if rank < 3:
             assert len(there - shards) == len(range(rank, 3, ranks)), "each rank makes its share"
@@ -235,7 +231,7 @@ def test_a_killed_run_reads_the_same_rollouts_as_one_that_was_not(tmp_path: Path
 
     def make(config: RunConfig) -> None:
         for kind in ("student", "speculative"):
-            made(rollouts_of(config, target=target), kind, 0, Draft(draft))
+            rollouts_of(config, target=target).examples(kind, 0, Draft(draft))
 
     plain, killed = config_of(tmp_path / "plain"), config_of(tmp_path / "killed")
     make(plain)
@@ -246,7 +242,7 @@ def test_a_killed_run_reads_the_same_rollouts_as_one_that_was_not(tmp_path: Path
     assert killed_often(make, killed, progress=shards, times=4, most=2, seed=3) > 0
     other = Draft(tiny_model(vocab_size=TOKENS, seed=5))
     for kind in ("student", "speculative"):
-        pair = [made(rollouts_of(config, target=target), kind, 0, other) for config in (plain, killed)]
+        pair = [rollouts_of(config, target=target).examples(kind, 0, other) for config in (plain, killed)]
         assert same(*pair)
     assert other.asked == 0
 
@@ -261,16 +257,16 @@ def test_a_generation_goes_when_no_resume_can_ask_for_it(tmp_path: Path, monkeyp
         return sorted(int(path.name[-5:]) for path in (config.folder / "rollouts").glob("student-g*"))
 
     for generation in range(3):
-        rollouts.student(generation, draft)
+        rollouts.examples("student", generation, draft)
     assert left() == [1, 2], "the one before is kept"
     resumable[0] = 25  # every = 10: it reads generation 2
     for generation in (3, 4, 5):
-        rollouts.student(generation, draft)
+        rollouts.examples("student", generation, draft)
     assert left() == [2, 3, 4, 5]
     resumable[0] = 50
-    rollouts.student(6, draft)
+    rollouts.examples("student", 6, draft)
     assert left() == [5, 6]
-    rollouts.speculative(9, draft)
+    rollouts.examples("speculative", 9, draft)
     assert left() == [5, 6], "each kind deletes its own"
 
 
@@ -281,7 +277,7 @@ def test_the_draft_trains_on_as_it_did_before(tmp_path: Path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     generator_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     for kind in ("student", "speculative"):
-        made(rollouts, kind, 0, Draft(model))
+        rollouts.examples(kind, 0, Draft(model))
     assert torch.equal(torch.get_rng_state(), generator_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
     assert {name: module.training for name, module in model.named_modules()} == modes
@@ -295,8 +291,10 @@ def test_the_draft_trains_on_as_it_did_before(tmp_path: Path) -> None:
 def test_dropout_is_off_while_decoding(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     target = tiny_model("gpt2", vocab_size=TOKENS, eos_token_id=END)
-    calm = rollouts_of(config, target=target).student(0, Draft(perturbed(target).eval()))
-    restless = rollouts_of(config_of(tmp_path / "train"), target=target).student(0, Draft(perturbed(target).train()))
+    calm = rollouts_of(config, target=target).examples("student", 0, Draft(perturbed(target).eval()))
+    restless = rollouts_of(config_of(tmp_path / "train"), target=target).examples(
+        "student", 0, Draft(perturbed(target).train())
+    )
     assert same(restless, calm)
 
 
@@ -304,7 +302,7 @@ def test_a_draft_is_asked_in_the_dtype_that_it_is_served_in(tmp_path: Path) -> N
     draft, half = draft_model(), target_model(dtype=torch.bfloat16)
     for kind in ("student", "speculative"):
         rounded, trained = (
-            getattr(rollouts_of(config_of(tmp_path / f"{kind}-{name}"), target=half), kind)(0, Draft(one))
+            rollouts_of(config_of(tmp_path / f"{kind}-{name}"), target=half).examples(kind, 0, Draft(one))
             for name, one in (("rounded", cast_copy(draft, [torch.bfloat16], draft.device)), ("trained", draft))
         )
         assert same(trained, rounded)
@@ -318,20 +316,20 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_in_part(
 ) -> None:
     monkeypatch.setattr("data.shards.write_bytes", full_disk)
     config = config_of(tmp_path)
-    assert "No space left" in refused(lambda: made(rollouts_of(config), kind, 0, Draft(draft_model())))
+    assert "No space left" in refused(lambda: rollouts_of(config).examples(kind, 0, Draft(draft_model())))
     assert not [*(config.folder / "rollouts").rglob("*.tmp"), *(config.folder / "rollouts").rglob("*.arrow")]
 
 
 def _asked_of_another_target(rank: int, config: RunConfig) -> None:
     run = Run(config, fresh_accelerator(config.folder))
-    Rollouts(run, target_model(seed=9), tiny_tokenizer(), rendered(16)).student(0, Draft(draft_model()))
+    Rollouts(run, target_model(seed=9), tiny_tokenizer(), rendered(16)).examples("student", 0, Draft(draft_model()))
 
 
 def test_rollouts_of_another_target_are_refused_before_any_rank_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path)
-    rollouts_of(config).student(0, Draft(draft_model()))
+    rollouts_of(config).examples("student", 0, Draft(draft_model()))
     folder = config.folder / "rollouts" / "student-g00000"
     next(folder.glob("shard-00001-*")).unlink()  # the second rank's share
     before = sorted(folder.iterdir())
