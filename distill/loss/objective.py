@@ -61,12 +61,6 @@ def chunked_loss(
     return Scored(loss, *sweep.found[1:])
 
 
-def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Default rows of a chunk: a few megabytes of logits on a CPU, 256 MB on an accelerator."""
-    row = vocabulary * dtype.itemsize
-    return max(CPU_ROWS, CPU_CHUNK // row) if device.type == "cpu" else max(1, GPU_CHUNK // row)
-
-
 @torch.no_grad()
 def acceptance_sum(objective: Objective, student: Student, signal: Signal) -> Tensor | None:
     """Estimate how many of the R rows' tokens a server would accept from the student, from at most 128 evenly spread rows.
@@ -146,9 +140,9 @@ class _Sweep:
     def run(self, head: Head) -> Rows:
         """Loss, overlap and slack of every row; the head collects the gradients."""
         objective, device = self.objective, self.labels_R.device
-        chunk = objective.chunk_tokens or chunk_rows(head.vocabulary, head.dtype, device)
+        cpu, row = device.type == "cpu", head.vocabulary * head.dtype.itemsize
+        chunk = objective.chunk_tokens or (max(CPU_ROWS, CPU_CHUNK // row) if cpu else max(1, GPU_CHUNK // row))
         target = frozen_head_of(self.signal) if isinstance(self.signal, DenseSignal) else None
-        cpu = device.type == "cpu"
         most = GPU_BLOCK if not cpu else CPU_BLOCK if target is not None else 4 * CPU_BLOCK
         # On a CPU one share per thread, because a softmax is parallel over rows.
         block = min(chunk, max(1, most // (head.vocabulary * 4)) * (torch.get_num_threads() if cpu else 1))
