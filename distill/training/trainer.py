@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from data.batches.collate import Batch
 from distill.config.layout import ADAPTER, PROGRESS, STATE, STUDENT, step_folder
@@ -171,11 +170,6 @@ class Trainer:
     def _draft(self, everywhere: bool = True) -> DraftModule | None:
         return sharding.full_module(self.accelerator, self.wrapped, self.module, everywhere)
 
-    def _exported(self) -> PreTrainedModel:
-        draft = self._draft()
-        assert draft is not None
-        return draft.exported()
-
     def _one_step(self) -> str:
         """Run the next step and record it; returns the text for the progress line."""
         started = time.perf_counter()
@@ -191,7 +185,7 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step. They depend on the step and its stored rollouts only."""
-        return self.batches.micro_batches(step, self._exported)
+        return self.batches.micro_batches(step, lambda: cast(DraftModule, self._draft()).exported())
 
     def step(self, window: Sequence[Batch]) -> StepResult:
         """One optimizer step over this rank's micro-batches.
