@@ -2,7 +2,6 @@
 
 import statistics
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,14 +76,11 @@ class Float32Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> float | None:  # type: ignore[override]
         """One update; see `torch.optim.Muon.step`."""
+        assert closure is None
         if self.param_groups[0]["params"][0].device.type != "cpu":
-            return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            return super().step()
         for group in self.param_groups:
             lr, momentum = float(group["lr"]), group["momentum"]
             for weight in group["params"]:
@@ -99,7 +95,7 @@ class Float32Muon(torch.optim.Muon):
                 update = _orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 weight.mul_(1 - lr * group["weight_decay"])
                 weight.add_(update, alpha=-lr * 0.2 * max(weight.shape) ** 0.5)
-        return loss
+        return None
 
 
 def _orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
