@@ -90,7 +90,7 @@ class EndpointTarget:
             url, wanted, names = self.endpoint.url, self.endpoint.model, ", ".join(listed) or "no model"
             if wanted is None and len(listed) != 1:
                 raise WrongServer(
-                    f"{url} serves {names}, so target.endpoint.model must name one of them; other commands need a server of one name"
+                    f"{url} serves {names}; set one of them in target.endpoint.model (a command takes a server with one name)"
                 )
             if wanted is not None and wanted not in listed:
                 raise WrongServer(f"target.endpoint.model = {wanted}: {url} serves {names}")

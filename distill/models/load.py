@@ -84,12 +84,12 @@ def reason_of(error: BaseException) -> str:
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Turn errors of transformers and peft into a UserError of one line that begins with ``what``. Their checks of a config raise any."""
-    known = (ValueError, TypeError, KeyError, OSError, RuntimeError, HTTPError, StrictDataclassError)
+    of_values = (ValueError, TypeError, KeyError, ArithmeticError, AssertionError, StrictDataclassError)
     try:
         yield
     except UserError:
         raise
-    except (*known, ArithmeticError, AssertionError) as error:
+    except (*of_values, OSError, RuntimeError, HTTPError) as error:
         raise UserError(f"{what}: {reason_of(error)}") from error
 
 

@@ -318,9 +318,9 @@ def lossy_ways(
         [(item.key, item.prompt_ids) for item in one_per_prompt(heldout)],
     )
     # Under a greedy rule, which a command may ask for, no chance of a token is there to raise.
-    asked = () if setup.rule.greedy else tuple(dict.fromkeys(judging.lenience))
-    alone = setup.decoding(target, None, prompts, greedy, judging.batch_size) if asked else []
-    for lenience in asked:
+    leniences = () if setup.rule.greedy else tuple(dict.fromkeys(judging.lenience))
+    alone = setup.decoding(target, None, prompts, greedy, judging.batch_size) if leniences else []
+    for lenience in leniences:
         rule = setup.rule.lenient(lenience)
         texts = texts_of(scores, rule)
         excess = [np.expm1(np.maximum(-np.atleast_2d(item.costs_T.T)[0], 0.0)) for item in texts]

@@ -184,8 +184,8 @@ class _Refresh:
         return STATUS.get(last, 0)
 
     def _begin(self) -> None:
-        """Load the state of a killed refresh, or make a new one; wait for a training that it left, which uses the folder. Reasons found with
-        other options are dropped.
+        """Load the state of a killed refresh, or make a new one; first wait for a training that it left, which uses the folder. Reasons
+        found with other options are dropped.
         """
         if (twin := running_twin(self._training_log)) is not None:
             self._say(f"process {twin.pid} of a killed refresh is still training: waiting for it")
