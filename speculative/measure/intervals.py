@@ -66,7 +66,7 @@ def expanded_tail(confidence: float, prompts: int) -> float:
 def ratio_interval(
     numerators_P: np.ndarray, denominators_P: np.ndarray, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """`intervals_of_sums` of the one number sum(numerators) / sum(denominators), from `RESAMPLES` resamples of the prompts that count."""
+    """`intervals_of_sums` of the one number sum(numerators) / sum(denominators), over the prompts that count."""
     denominators_P = np.asarray(denominators_P, dtype=np.float64)
     counts_P = denominators_P != 0.0
     numerators_P, denominators_P = np.asarray(numerators_P, dtype=np.float64)[counts_P], denominators_P[counts_P]
@@ -78,7 +78,7 @@ def ratio_interval(
         with np.errstate(divide="ignore", invalid="ignore"):
             return sums_C[..., :1] / sums_C[..., 1:]
 
-    return intervals_of_sums(np.stack((numerators_P, denominators_P), 1), ratio, confidence, seed, RESAMPLES)[0]
+    return intervals_of_sums(np.stack((numerators_P, denominators_P), 1), ratio, confidence, seed)[0]
 
 
 def intervals_of_sums(
