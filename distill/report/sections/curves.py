@@ -3,6 +3,7 @@
 from distill.report.section import Content, Part, Piece, figures, say, section
 from distill.report.table import Cell, Column, Table
 from distill.report.view import View
+from speculative.measure.cost import gamma_to_run
 
 
 @section("steps", "Acceptance over steps", order=20, nav="Steps")
@@ -56,12 +57,12 @@ def rules_table(view: View) -> Table:
         if curve is None:
             continue
         fast = view.timed_speed_ups(curve)
-        best = max(fast, key=fast.__getitem__, default=None)
+        best, speed_up = gamma_to_run(fast) if fast else (None, None)
         table.add(
             Cell(curves.rule, note=curves.note or "", strong=curves.rule == view.verdict.rule),
             Cell(curve.alpha, curve.alpha_ci),
             dict(zip(curve.gammas, curve.tau, strict=True)).get(gamma),
             "none" if best == 0 else best,
-            None if best is None else fast[best],
+            speed_up,
         )
     return table

@@ -28,6 +28,7 @@ from distill.report.sections.slices import visible
 from distill.report.sections.text import token_text
 from distill.report.table import NOTHING, Table
 from distill.report.view import View
+from speculative.measure.cost import gamma_to_run
 from speculative.measure.measured import DRAFT, LOOKUP, LOOKUP_DRAFT, TARGET, Measured
 
 
@@ -111,8 +112,8 @@ def test_slices_are_sorted_and_a_certain_loss_alone_is_marked(result: dict[str, 
 def test_the_best_gamma_is_among_the_timed_ones(result: dict[str, Any]) -> None:
     beyond = copy.deepcopy(result)
     curve = beyond["curves"]["rules"][0]["ways"][DRAFT]
-    best = max((value, gamma) for gamma, value in enumerate(curve["predicted_speed_up"][:17]))
-    expected = [str(best[1]), f"{best[0]:.2f}x"]
+    gamma, speed_up = gamma_to_run(dict(enumerate(curve["predicted_speed_up"][:17])))
+    expected = [str(gamma), f"{speed_up:.2f}x"]
     assert rules_table(view_of(result)).texts()[0][3:] == expected
     curve["predicted_speed_up"][17:] = [9.0] * 16
     assert rules_table(view_of(beyond)).texts()[0][3:] == expected, "no extrapolated one"
