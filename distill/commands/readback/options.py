@@ -48,7 +48,6 @@ class ReadbackOptions:
     api_key_env: shared.KeyVariable = ""
     resume: Annotated[bool, option("keep the answers of an interrupted or earlier readback", "--resume")] = False
     trust_remote_code: shared.TrustRemoteCode = False
-    out: shared.Out = None
 
 
 @dataclass(frozen=True)
