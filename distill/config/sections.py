@@ -197,7 +197,7 @@ class LossConfig(Section):
     """The training loss, averaged over all response tokens of a step."""
 
     name: LossName | None = None
-    """training objective, one of distill/loss/definitions.py. null = jsd for serving.rule sample, else lk_hybrid
+    """training objective, one of distill/loss/definitions.py. null = jsd for rules that draw by token, else lk_hybrid
     (docs/studies.md)"""
     warmup: WarmupConfig | None = None
     """another objective for the first steps, e.g. {name: forward_kl, ratio: 0.2}"""

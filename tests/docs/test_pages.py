@@ -70,7 +70,7 @@ def test_the_quickstart_config_loads_and_its_chats_are_prompts() -> None:
 
 def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
     environment = os.environ | {"http_proxy": NOWHERE, "https_proxy": NOWHERE, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(ROOT / "configs" / "mkdocs.yml")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "configs" / "mkdocs.yml")]
     done = subprocess.run(
         [*command, "-d", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
