@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -21,6 +21,8 @@ from speculative.errors import UserError
 
 OWN_MASKS = ("chunked_attention", "local")
 OBSERVED = "understudy_observed"  # Our name in transformers' tables of attention functions and of masks.
+# Layers that keep all keys, or read those of another layer, which releases before 5.23 do not tell apart.
+UNBOUNDED = (DynamicLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 FAR = 1 << 18  # positions; a longer window counts as none
 
 
@@ -53,7 +55,7 @@ def _windows(model: PreTrainedModel, config: PretrainedConfig) -> list[int | Non
     for layer in DynamicCache(config=config).layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             windows.append(int(layer.sliding_window))
-        elif type(layer) in (DynamicLayer, DummyLayer):  # the second kind reads keys of another layer
+        elif type(layer) in UNBOUNDED:
             windows.append(None)
         else:
             raise UserError(
