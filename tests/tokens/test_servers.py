@@ -160,7 +160,7 @@ def test_a_server_that_comes_back_with_another_model_gets_no_work(
 
 def test_no_server_is_the_usual_line_and_keeps_what_is_finished(tmp_path: Path) -> None:
     with fakes(2) as (urls, behaviours):
-        good = made(servers_at(*urls), tmp_path / "good")
+        made(servers_at(*urls), tmp_path / "good")
         for behaviour in behaviours:
             behaviour.requests.clear()
             behaviour.dead_after = 1 + 4
@@ -170,7 +170,8 @@ def test_no_server_is_the_usual_line_and_keeps_what_is_finished(tmp_path: Path) 
         for behaviour in behaviours:
             behaviour.requests.clear()
             behaviour.dead_after = None
-        assert made(servers_at(*urls), tmp_path / "dead") == good
+        made(servers_at(*urls), tmp_path / "dead")  # what was finished may be written in files of its own
+        assert rows_in(tmp_path / "dead") == rows_in(tmp_path / "good")
         assert sum(map(answered, behaviours)) == COUNT - 8, "all eight answers were kept"
     assert "no server answers" in refused(looked_at, servers_at("http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"))
 
