@@ -62,9 +62,9 @@ def unformatted() -> int:
 
 # What is counted, the number on 2026-11-30, and what the work in hand may add. Whoever finishes it sets the first to the new number.
 MOST: dict[str, tuple[Callable[[], int], int, int]] = {
-    "product lines": (lambda: lines(PRODUCT, CODE), 47_691, 60),
-    "test lines": (lambda: lines(["tests"], (".py",)), 46_835, 120),
-    "bench lines": (lambda: lines(["bench"], (".py",)), 8_369, 40),
+    "product lines": (lambda: lines(PRODUCT, CODE), 47_629, 60),
+    "test lines": (lambda: lines(["tests"], (".py",)), 46_940, 60),
+    "bench lines": (lambda: lines(["bench"], (".py",)), 8_391, 40),
     "commands": (commands, 20, 0),
     "options": (options, 151, 0),
     "config keys": (keys, 98, 0),
