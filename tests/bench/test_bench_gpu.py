@@ -110,6 +110,32 @@ def test_a_part_that_fails_costs_no_other_and_is_run_again(gpu_all: Any, tmp_pat
     assert gpu_all.runs == 2
 
 
+def test_a_try_that_gets_less_far_leaves_what_an_earlier_one_found(
+    gpu_all: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "gpu.json"
+    gpu_all.go(words(gpu_all, out))
+    found = parts_of(out)["shaky"]["cells"]
+
+    def broken(place: Any) -> Iterator[dict[str, Any]]:
+        raise RuntimeError("nothing yet")
+        yield {}
+
+    monkeypatch.setattr(gpu_all, "shaky", broken)
+    gpu_all.go(words(gpu_all, out))
+    assert parts_of(out)["shaky"]["cells"] == found != []
+    assert not parts_of(out)["shaky"]["finished"]
+
+
+def test_a_part_without_a_package_is_run_again_when_it_is_there(
+    gpu_all: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "gpu.json"
+    monkeypatch.setattr(gpu_all, "well", lambda place: iter([{"skipped": "pydantic is not installed"}]))
+    gpu_all.go(words(gpu_all, out))
+    assert (parts_of(out)["well"]["finished"], parts_of(out)["well"]["error"]) == (False, "pydantic is not installed")
+
+
 def test_parts_share_the_time_that_is_left(gpu_all: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = [0.0], []
 
