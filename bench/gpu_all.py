@@ -73,7 +73,7 @@ def test_cells(place: Place) -> Iterator[dict[str, Any]]:
         )
         printed, status = done.stdout.strip() or done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        printed, status = f"{bytes(error.stdout or b'').decode()}\ntheir time is over", 1
+        printed, status = f"{os.fsdecode(error.stdout or b'')}\ntheir time is over", 1
     lines = printed.strip().splitlines() or [""]
     passed = status == 0 and " passed" in lines[-1]  # not if all were skipped
     failed = {"error": lines[-1]} if status not in (0, 5) else {}

@@ -37,8 +37,9 @@ def export(options: ExportOptions) -> int:
     report = export_run(options)
     print("\n".join(export_lines(report)))
     # Both are complete before the first is public.
-    dataset = write_responses(options.run) if options.push_dataset else report.path
-    folders = {"--push": report.path, "--push-dataset": dataset}
+    folders = {"--push": report.path}
+    if options.push_dataset:
+        folders["--push-dataset"] = write_responses(options.run)
     for option, repository in repositories.items():
         kind: Any = "model" if option == "--push" else "dataset"
         print(upload(option, repository, folders[option], kind))

@@ -3,6 +3,7 @@
 Shapes: P prompts, R resamples, C columns of sums, K numbers made of them.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
@@ -70,6 +71,8 @@ def ratio_interval(
     denominators_P = np.asarray(denominators_P, dtype=np.float64)
     counts_P = denominators_P != 0.0
     numerators_P, denominators_P = np.asarray(numerators_P, dtype=np.float64)[counts_P], denominators_P[counts_P]
+    if not counts_P.any():
+        return math.nan, math.nan
     estimate = float(numerators_P.sum() / denominators_P.sum())
     if np.ptp(numerators_P - estimate * denominators_P) < ROUNDING:
         return estimate, estimate

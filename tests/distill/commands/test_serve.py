@@ -309,7 +309,6 @@ def test_a_target_of_a_revision_is_served_from_its_folder(
 ) -> None:
     """Not every engine takes a revision, so none is asked for one."""
     asked = []
-    monkeypatch.setattr(module, "reach_hub", lambda *_: None, raising=False)
     monkeypatch.setattr("distill.models.load.reach_hub", lambda *_: None)
     monkeypatch.setattr(module, "snapshot_download", lambda *of, **how: (asked.append((of, how)), str(tmp_path))[1])
     tree = {"name": "x", "target": {"path": "some/target", "revision": "abc"}, "data": {"train": [{"path": "x"}]}}
